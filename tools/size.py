@@ -27,9 +27,9 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007, 0040, 0042, 0063, 0068, 0069, 0072 and 0073.
+# docs/decisions/0007, 0040, 0042, 0063, 0068, 0069, 0072, 0073 and 0075.
 SHELVES = {
-    "core": 26_310,  # 26,150, a codec in C++, peers of cores, and errors for torch's users
+    "core": 26_320,  # 26,150, a codec in C++, peers of cores, torch's errors, sums of halves
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_060,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names

@@ -30,7 +30,7 @@ class Prepared {
         runner_(nanobind::inst_ptr<Runner>(runner)),
         program_(nanobind::inst_ptr<OwnedProgram>(program)),
         itemsize_(itemsize),
-        reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
+        reduce_(reduce_fns(static_cast<DType>(dtype), static_cast<RedOp>(op))),
         divide_(op == static_cast<int>(RedOp::avg) && members > 1
                   ? divide_fn(static_cast<DType>(dtype))
                   : nullptr),
@@ -95,7 +95,7 @@ class Prepared {
   Runner* runner_;
   const OwnedProgram* program_;
   int64_t itemsize_;
-  ReduceFn reduce_;
+  ReduceFns reduce_;
   DivideFn divide_;
   int members_;
   bool copies_;

@@ -24,6 +24,14 @@ bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buff
   return local || any_peer || (step.peer >= 0 && step.peer < ranks && step.peer != rank);
 }
 
+bool sum_fits(const Step* step, const Step* end) {
+  if (step->goes_on == 0) return true;
+  const Step* next = step + 1;
+  return next != end && reduces(step->op) && reduces(next->op) && !joins(*next) &&
+         next->dst_buf == step->dst_buf && next->dst_off == step->dst_off &&
+         next->count == step->count;
+}
+
 bool posts_first(const Program& program) {
   if (program.loop_count != 1 || program.loops[0].repeats != 1) return false;
   const auto sending = [](const Step& step) { return sends(step.op); };

@@ -32,6 +32,8 @@ struct Step {
   int64_t slot;      // rank in whose slot the post lies
   int64_t slot_off;  // offset in that slot
   int64_t stage;     // the publication of the poster with which the post becomes readable
+  // Whether the next step continues the accumulation: it reduces into the same elements.
+  int64_t goes_on = 0;
 };
 
 // Steps [first, end), executed `repeats` times. After each repetition INPUT and OUTPUT move by the
@@ -51,6 +53,8 @@ struct Program {
   size_t loop_count;
   bool is_checked = false;  // a run with buffers of these sizes has found that the steps fit
 };
+
+inline bool reduces(int64_t op) { return op == kReduce || op == kRecvReduce || op == kReadReduce; }
 
 // Whether a rank posts all that it posts before it reads or writes anything.
 bool posts_first(const Program& program);
@@ -86,6 +90,9 @@ inline bool joins(const Step& step) { return step.op == kReadReduce && step.src_
 bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buffers& buffers,
                int rank, int ranks);
 
+// Whether the step after a step that goes on, if there is one before `end`, continues its sum.
+bool sum_fits(const Step* step, const Step* end);
+
 // A run calls idle() once before it waits for longer than a moment. The callee may release a lock.
 class Idler {
  public:
@@ -110,7 +117,7 @@ class Runner {
   // ranks agree, no buffer is written. If the ranks' words `even` differ, the run ends with
   // Code::uneven and writes nothing. Without memory it ends with Code::no_memory and throws nothing,
   // because the other ranks are in this run.
-  virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+  virtual Status run(const Program& program, const Buffers& buffers, ReduceFns reduce,
                      AgreementWords words, int64_t timeout_ns, Idler* idler = nullptr) = 0;
 
   // Whether a run of this program can be postponed before it writes a buffer, and then run again.

@@ -20,6 +20,7 @@ namespace unisono {
 
 namespace plain {
 ReduceFn reduce_fn(DType dtype, RedOp op);
+WideSumFns wide_sum_fns(DType dtype);
 DivideFn divide_fn(DType dtype);
 ScaleFn scale_fn(DType dtype);
 CodecFns codec_fns(Codec codec);
@@ -27,10 +28,12 @@ CodecFns codec_fns(Codec codec);
 #if defined(UNISONO_X86_LEVELS)
 namespace v3 {
 ReduceFn reduce_fn(DType dtype, RedOp op);
+WideSumFns wide_sum_fns(DType dtype);
 CodecFns codec_fns(Codec codec);
 }  // namespace v3
 namespace v4 {
 ReduceFn reduce_fn(DType dtype, RedOp op);
+WideSumFns wide_sum_fns(DType dtype);
 CodecFns codec_fns(Codec codec);
 }  // namespace v4
 #endif
@@ -40,6 +43,7 @@ namespace {
 struct Isa {
   const char* name;
   ReduceFn (*reduce_fn)(DType dtype, RedOp op);
+  WideSumFns (*wide_sum_fns)(DType dtype);
   CodecFns (*codec_fns)(Codec codec);
   bool (*is_available)();
 };
@@ -67,10 +71,10 @@ bool has_v4() {
 #endif
 
 constexpr Isa kIsas[] = {
-  {"plain", plain::reduce_fn, plain::codec_fns, always},
+  {"plain", plain::reduce_fn, plain::wide_sum_fns, plain::codec_fns, always},
 #if defined(UNISONO_X86_LEVELS)
-  {"v3", v3::reduce_fn, v3::codec_fns, has_v3},
-  {"v4", v4::reduce_fn, v4::codec_fns, has_v4},
+  {"v3", v3::reduce_fn, v3::wide_sum_fns, v3::codec_fns, has_v3},
+  {"v4", v4::reduce_fn, v4::wide_sum_fns, v4::codec_fns, has_v4},
 #endif
 };
 
@@ -91,6 +95,12 @@ std::atomic<const Isa*>& chosen() {
 
 ReduceFn reduce_fn(DType dtype, RedOp op) {
   return chosen().load(std::memory_order_relaxed)->reduce_fn(dtype, op);
+}
+
+ReduceFns reduce_fns(DType dtype, RedOp op) {
+  const bool adds = op == RedOp::sum || op == RedOp::avg || op == RedOp::premul_sum;
+  const Isa& isa = *chosen().load(std::memory_order_relaxed);
+  return {isa.reduce_fn(dtype, op), adds ? isa.wide_sum_fns(dtype) : WideSumFns{}};
 }
 
 CodecFns codec_fns(Codec codec) {

@@ -53,6 +53,27 @@ using ReduceFn = void (*)(void* into, const void* left, const void* right, std::
 // divide_fn() and scale_fn() apply their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
 
+// The loops of an accumulation of 16-bit floats, which is in float32 until its end. `left`, `right`
+// and `into` are 16-bit floats.
+struct WideSumFns {
+  // sum[i] = left[i] + right[i] for i < count
+  void (*begin)(float* sum, const void* left, const void* right, std::size_t count) = nullptr;
+  // sum[i] += right[i]
+  void (*add)(float* sum, const void* right, std::size_t count) = nullptr;
+  // into[i] = sum[i] + right[i], rounded
+  void (*end)(void* into, const float* sum, const void* right, std::size_t count) = nullptr;
+};
+
+// What a program needs of a dtype and an op. `wide` is empty, or accumulations use it.
+struct ReduceFns {
+  ReduceFn step = nullptr;
+  WideSumFns wide{};
+
+  ReduceFns(ReduceFn step_fn = nullptr, WideSumFns wide_fns = {}) : step(step_fn), wide(wide_fns) {}
+  bool is_wide() const { return wide.begin != nullptr; }
+};
+ReduceFns reduce_fns(DType dtype, RedOp op);
+
 // values[i] /= divisor for i < count; integers are rounded toward zero.
 using DivideFn = void (*)(void* values, std::size_t count, int divisor);
 

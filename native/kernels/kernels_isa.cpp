@@ -214,6 +214,8 @@ void half_loop(void* into, const void* left, const void* right, std::size_t coun
 }
 #endif
 
+#include "kernels/sums.inl"
+
 template <class T>
 T quotient(T value, int divisor) {
   if constexpr (!IsFloat<T>::value && sizeof(T) <= 4) {
@@ -340,6 +342,14 @@ ReduceFn reduce_fn(DType dtype, RedOp op) {
     case DType::c128: return complex<double>(op);
   }
   return nullptr;
+}
+
+WideSumFns wide_sum_fns(DType dtype) {
+  switch (dtype) {
+    case DType::f16: return wide_sum<Float16>();
+    case DType::bf16: return wide_sum<BFloat16>();
+    default: return {};
+  }
 }
 
 DivideFn divide_fn(DType dtype) {

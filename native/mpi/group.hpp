@@ -120,7 +120,7 @@ class MPIRunner final : public Runner {
       : group_(std::move(group)), doubling_(std::move(doubling)) {}
 
   // Ignores the program and the time-out.
-  Status run(const Program& /*program*/, const Buffers& buffers, ReduceFn /*reduce*/,
+  Status run(const Program& /*program*/, const Buffers& buffers, ReduceFns /*reduce*/,
              AgreementWords words, int64_t /*timeout_ns*/, Idler* idler = nullptr) override {
     return group_->run(call_, buffers, words, idler, doubling_);
   }

@@ -56,7 +56,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   return status;
 }
 
-Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+Status Group::run(const Program& program, const Buffers& buffers, ReduceFns reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!program.is_checked && !fits(program, buffers)) return {Code::bad_program, rank_, -1};
   if (std::exchange(was_divided_, false)) words = {0, 1};
@@ -130,8 +130,10 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
     }
     const int64_t input_last = input_at + (loop.repeats - 1) * loop.input_shift;
     const int64_t output_last = output_at + (loop.repeats - 1) * loop.output_shift;
-    for (const Step* step = program.steps + loop.first; step != program.steps + loop.end; ++step) {
+    const Step* end = program.steps + loop.end;
+    for (const Step* step = program.steps + loop.first; step != end; ++step) {
       if (!step_fits(*step, input_last, output_last, buffers, rank_, ranks_)) return false;
+      if (!sum_fits(step, end)) return false;
       if (!fits_slot(*step, buffers.itemsize)) return false;
     }
     input_at = input_last + loop.input_shift;
@@ -230,7 +232,15 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
     if (status.is_ok() && words.direct == kPostsAddresses) status = {Code::divided, rank_, -1};
   }
   for (; status.is_ok() && step != end; ++step) {
-    status = run_step(*step, static_cast<int>(step - first));
+    const auto index = static_cast<int>(step - first);
+    if (step->goes_on != 0 && reduce_.is_wide()) {
+      const Step* last = step;
+      while (last + 1 != end && last->goes_on != 0) ++last;
+      status = run_sum(step, last, index);
+      step = last;
+      continue;
+    }
+    status = run_step(*step, index);
     const bool last_post = sends(step->op) && (step + 1 == end || !sends((step + 1)->op));
     if (last_post) publish(static_cast<uint64_t>(step->stage));
   }
@@ -260,48 +270,6 @@ Status Group::run_step(const Step& step, int index) {
   }
   apply(step, place);
   return {};
-}
-
-// Copy or reduce a step's elements: into `place`, out of `place`, or between buffers if `place` is
-// nullptr.
-void Group::apply(const Step& step, char* place) {
-  const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
-  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
-  for (int64_t done = 0, count = 0; done < whole; done += count) {
-    count = whole - done;
-    char* at = place == nullptr ? nullptr : place + done * itemsize_;
-    const char* from = at;
-    char* into = at;
-    if (place == nullptr || sends(step.op)) {
-      from = address_of(step.src_buf, step.src_off + done, &count);
-    }
-    if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
-    const char* left = into;
-    if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
-    if (step.op == kRecvReduce && step.peer < rank_) {
-      // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks
-      // compute the same expression. Run.execute in core/engines/reference.py shows where that matters.
-      reduce_(into, from, into, static_cast<size_t>(count));
-    } else if (reduces) {
-      reduce_(into, left, from, static_cast<size_t>(count));
-    } else if (into != from) {  // all_gather in place copies a block onto itself
-      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
-      copy(into, from, static_cast<size_t>(count * itemsize_));
-    }
-  }
-}
-
-// The address of an element of a buffer. `together` is reduced to the number of elements that are
-// contiguous from there.
-char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
-  if (buf == kScratch) return scratch_ + off * itemsize_;
-  const Operand& whole = buf == kInput ? input_ : output_;
-  const ArrayList& parts = whole.parts;
-  off += whole.moved;
-  if (parts.at == nullptr) return whole.data + off * itemsize_;
-  const int64_t inside = off % parts.count;
-  *together = std::min(*together, parts.count - inside);
-  return parts.at[off / parts.count] + inside * itemsize_;
 }
 
 // Publish that this rank has reached `stage` of the epoch, and wake the threads that sleep on its

@@ -36,7 +36,7 @@ class Group final : public Runner {
   // Take part in an agreement. `even` becomes 0 unless all ranks passed the same word.
   Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
   // The programs of all ranks must have the same number of loops with the same repeats.
-  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
+  Status run(const Program& program, const Buffers& buffers, ReduceFns reduce, AgreementWords words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
 
   // Set a function that a wait calls every kSliceNs; true ends the wait. It detects Ctrl-C, of
@@ -75,6 +75,7 @@ class Group final : public Runner {
   }
   void post(const Step& step);
   Status run_step(const Step& step, int index);
+  Status run_sum(const Step* first, const Step* last, int index);
   static bool reads(const Step& step) {
     return !sends(step.op) && step.op != kCopy && step.op != kReduce;
   }
@@ -100,6 +101,7 @@ class Group final : public Runner {
   // wait for the slot with the line in hand, and lose it to a rank that polls it.
   void prefetch_next_line() { segment_->words(rank_).line(epoch() + 1).prefetch(); }
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
+  const char* operand_of(const Step& step, int64_t done, int64_t* count) const;
   void apply(const Step& step, char* place);
 
   // group_direct.cpp: direct reading
@@ -176,7 +178,7 @@ class Group final : public Runner {
   Operand output_;
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
-  ReduceFn reduce_ = nullptr;
+  ReduceFns reduce_;
   bool direct_ = false;      // whether posts are addresses
   bool has_failed_ = false;  // whether a direct read has failed
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one

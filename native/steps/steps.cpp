@@ -46,11 +46,13 @@ char* Steps::address_of(int64_t buf, int64_t off) const {
   return base + off * itemsize_;
 }
 
-Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+Status Steps::run(const Program& program, const Buffers& buffers, ReduceFns reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
   for (size_t i = 0; i < program.step_count && !program.is_checked; ++i) {
-    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) {
+    const Step* step = program.steps + i;
+    if (!step_fits(*step, 0, 0, buffers, rank_, ranks) ||
+        !sum_fits(step, program.steps + program.step_count)) {
       return {Code::bad_program, rank_};
     }
   }
@@ -248,7 +250,8 @@ Status Steps::execute() {
       continue;
     }
     const bool local = step.op == kCopy || step.op == kReduce;
-    const Status status = local ? compute(step) : receive(step);
+    const bool is_sum = step.goes_on != 0 && step.count != 0 && reduce_.is_wide();
+    const Status status = is_sum ? run_sum() : local ? compute(step) : receive(step);
     if (!status.is_ok()) return status;
   }
   return wait_for_sends(nullptr, nullptr);
@@ -260,7 +263,7 @@ Status Steps::compute(const Step& step) {
   const Status status = wait_for_sends(into, into + bytes(step));
   if (!status.is_ok()) return status;
   if (step.op == kReduce) {
-    reduce_(into, into, from, static_cast<size_t>(step.count));
+    reduce_.step(into, into, from, static_cast<size_t>(step.count));
   } else if (into != from) {
     copy_chunked(into, from, bytes(step));
   }
@@ -301,9 +304,9 @@ Status Steps::receive(const Step& step) {
 void Steps::reduce(const Step& step, char* into, char* staging, size_t nbytes) {
   const size_t count = nbytes / static_cast<size_t>(itemsize_);
   if (step.op == kRecvReduce && step.peer < rank_) {
-    reduce_(into, staging, into, count);
+    reduce_.step(into, staging, into, count);
   } else {
-    reduce_(into, into, staging, count);
+    reduce_.step(into, into, staging, count);
   }
 }
 
@@ -313,7 +316,7 @@ void Steps::begin_run(int64_t timeout_ns, Idler* idler) {
   late_called_ = false;
   send_failure_ = {};
   idler_ = idler;
-  at_ = early_end_ = next_ = next_byte_ = expected_bytes_ = 0;
+  at_ = early_end_ = next_ = next_byte_ = turns_first_ = turns_end_ = expected_bytes_ = 0;
 }
 
 // End all operations that use the caller's memory.

@@ -9,15 +9,10 @@ namespace unisono {
 
 namespace {
 
-// Both ends cut messages into pieces of this size. Larger: the reduction of a piece waits longer
-// for its end. Smaller: more switches between sending, receiving and reducing. At 64 KiB two hosts
-// took twice as long for 64 MiB as at 512 KiB.
-constexpr size_t kChunkBytes = 1024 * 1024;
-
 // How far ahead receives are posted: in steps, in bytes, and in chunks to be reduced. With blocks
 // of 16 MiB, receives from several ranks are posted, so that the first rank that is ready can send.
 constexpr size_t kAheadSteps = 32;
-constexpr size_t kAheadBytes = 32 * kChunkBytes;
+constexpr size_t kAheadBytes = 32 * 1024 * 1024;
 constexpr size_t kStagingBuffers = 4;
 
 bool receives(int64_t op) {
@@ -121,12 +116,35 @@ bool Steps::post_next() {
   receives_.back().op->data = into;
   messages_->programs().begin(*receives_.back().op);
   expected_bytes_ += nbytes;
-  next_byte_ += nbytes;
-  if (next_byte_ == bytes(step)) {
-    ++next_;
-    next_byte_ = 0;
-  }
+  pass_posted(nbytes);
   return true;
+}
+
+// Go on to the piece to post after `nbytes` of step `next_`. The operands of an accumulation take
+// turns: a piece of each of them, so that the sum stays in the cache.
+void Steps::pass_posted(size_t nbytes) {
+  if (next_ >= turns_end_) {
+    turns_first_ = next_;
+    while (reduce_.is_wide() && is_in_sum(turns_first_)) --turns_first_;
+    turns_end_ = end_of_sum(turns_first_);
+    if (!takes_turns(turns_first_, turns_end_)) {
+      turns_first_ = next_;
+      turns_end_ = next_ + 1;
+    }
+  }
+  const size_t first = turns_first_, end = turns_end_;
+  const size_t done = next_byte_ + nbytes;
+  const auto skip_local = [&] {
+    while (next_ < end && !receives(steps_[next_].op)) ++next_;
+  };
+  ++next_;
+  skip_local();
+  if (next_ < end) return;
+  next_byte_ = 0;
+  if (done == bytes(steps_[first])) return;
+  next_byte_ = done;
+  next_ = first;
+  skip_local();
 }
 
 // Whether a step from now up to `next_` reads or writes this memory.

@@ -142,6 +142,33 @@ void check_16_bits(DType dtype, double (*value)(uint16_t), double limit) {
   }
 }
 
+// An accumulation is a sum of floats, rounded once, at any address and also into an operand.
+void check_accumulations(DType dtype, double (*value)(uint16_t), double limit) {
+  const ReduceFns fns = reduce_fns(dtype, RedOp::sum);
+  assert(fns.is_wide() && reduce_fns(dtype, RedOp::avg).is_wide());
+  assert(!reduce_fns(dtype, RedOp::max).is_wide() && !reduce_fns(DType::f32, RedOp::sum).is_wide());
+  for (std::size_t count : {0, 1, 7, 8, 9, 67, 20'000}) {
+    std::vector<unsigned char> x[4];
+    for (auto& each : x) each = random_bytes(count * 2 + 1, false);
+    std::vector<float> sum(count);
+    const auto before = x[0];
+    fns.wide.begin(sum.data(), x[0].data() + 1, x[1].data() + 1, count);
+    fns.wide.add(sum.data(), x[2].data() + 1, count);
+    fns.wide.end(x[0].data() + 1, sum.data(), x[3].data() + 1, count);
+    for (std::size_t i = 0; i < count; i++) {
+      const auto operand = [i, value](const std::vector<unsigned char>& bytes) {
+        uint16_t bits;
+        std::memcpy(&bits, bytes.data() + 1 + 2 * i, 2);
+        return static_cast<float>(value(bits));
+      };
+      const float total = ((operand(before) + operand(x[1])) + operand(x[2])) + operand(x[3]);
+      uint16_t got;
+      std::memcpy(&got, x[0].data() + 1 + 2 * i, 2);
+      assert(is_nearest(got, total, value, limit));
+    }
+  }
+}
+
 // Every 16-bit value plus negative zero is the value itself, so both conversions are right.
 void check_round_trip(DType dtype, double (*value)(uint16_t)) {
   std::vector<unsigned char> a(65536 * 2), b(65536 * 2);
@@ -267,8 +294,10 @@ int main() {
     check_integer<uint64_t>(DType::u64);
     check_16_bits(DType::f16, half_value, 65520.0);
     check_round_trip(DType::f16, half_value);
+    check_accumulations(DType::f16, half_value, 65520.0);
     check_16_bits(DType::bf16, bfloat_value, std::ldexp(511.0, 119));
     check_round_trip(DType::bf16, bfloat_value);
+    check_accumulations(DType::bf16, bfloat_value, std::ldexp(511.0, 119));
     check_float<float>(DType::f32);
     check_float<double>(DType::f64);
     check_complex<float>(DType::c64);

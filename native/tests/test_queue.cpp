@@ -16,7 +16,7 @@ constexpr int64_t kMinute = 60'000'000'000;
 // Counts its runs. The fingerprint of a task is the code with which it ends.
 class Counter final : public Runner {
  public:
-  Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t,
+  Status run(const Program&, const Buffers&, ReduceFns, AgreementWords words, int64_t,
              Idler* idler) override {
     if (idler != nullptr && words.fingerprint == kLate) return {Code::postponed};
     // Without a lock: two threads never run it at the same time, which the thread sanitizer checks.

@@ -2,6 +2,7 @@
 #include "steps/steps.hpp"
 
 #include <cassert>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -164,6 +165,55 @@ void test_timeout_and_abort() {
   });
 }
 
+// An accumulation of bfloat16 over several pieces is rounded once. With `twice` a rank sends two of
+// its operands: all pieces of the first come before those of the second. One operand is local.
+void test_accumulations(int64_t count, bool twice) {
+  on_ranks(4, 2, [&](Steps& steps, Messages&, int rank) {
+    constexpr uint16_t kOne = 0x3F80, kSmall = 0x3B00;  // 1 and 2^-9, a quarter of 1's last bit
+    const auto size = static_cast<size_t>(count);
+    std::vector<uint16_t> output(size, rank == 0 ? kOne : kSmall), input(size, kSmall);
+    for (size_t i = 0; i < size; i += 7) output[i] = kOne;
+    std::vector<Step> program;
+    const auto add = [&](StepOp op, int peer) {
+      const bool local = op == kReduce;
+      const int64_t buf = local ? int64_t{kInput} : -1, off = local ? 0 : -1;
+      program.push_back({op, peer, buf, off, kOutput, 0, count, -1, -1, -1, 1});
+    };
+    if (rank == 0) {
+      add(kRecvReduce, 1);
+      if (twice) add(kReadReduce, 1);
+      add(kReadReduce, 2);
+      add(kReduce, -1);
+      add(kRecvReduce, 3);
+      program.back().goes_on = 0;
+    } else {
+      for (int i = 0; i < (rank == 1 && twice ? 2 : 1); ++i) {
+        const Buf from = i == 0 ? kOutput : kInput;
+        program.push_back({kSend, 0, from, 0, -1, -1, count, -1, -1, -1});
+      }
+    }
+    const Buffers buffers{reinterpret_cast<char*>(input.data()),
+                          count,
+                          reinterpret_cast<char*>(output.data()),
+                          count,
+                          false,
+                          nullptr,
+                          0,
+                          2};
+    const Program all{program.data(), program.size(), nullptr, 0};
+    const Status status =
+      steps.run(all, buffers, reduce_fns(DType::bf16, RedOp::sum), {1, 1}, kMinute);
+    assert(status.is_ok());
+    if (rank != 0) return;
+    const int small = twice ? 5 : 4;  // operands of 2^-9 beside 1
+    for (size_t i = 0; i < size; ++i) {
+      const float sum = i % 7 == 0 ? 4 + (small - 3) / 512.0F : 1 + small / 512.0F;
+      const double got = std::ldexp(0x80 | (output[i] & 0x7F), (output[i] >> 7) - 127 - 7);
+      assert(std::fabs(got - sum) <= (sum > 2 ? 1 / 128.0 : 1 / 256.0) && got != 1);
+    }
+  });
+}
+
 // A message without elements holds its receiver back until it is sent.
 void test_empty_message() {
   on_ranks(2, 2, [](Steps& steps, Messages&, int rank) {
@@ -214,6 +264,13 @@ void test_bad_programs_are_refused() {
       {kRecv, 1 - rank, -1, -1, kInput, 0, 1, -1, -1, -1},
       {9, -1, kOutput, 0, kOutput, 0, 1, -1, -1, -1},
     };
+    Step sum{kReduce, -1, kInput, 0, kOutput, 0, 8, -1, -1, -1, 1};
+    Step moved = sum;
+    moved.goes_on = 0;
+    moved.dst_off = 1;
+    moved.count = 7;
+    assert(run(steps, {sum}, values, 1).code == Code::bad_program);
+    assert(run(steps, {sum, moved}, values, 1).code == Code::bad_program);
     for (const Step& step : bad) assert(run(steps, {step}, values, 1).code == Code::bad_program);
   });
 }
@@ -229,6 +286,10 @@ int main() {
   test_disagreement(4);
   test_uneven();
   test_timeout_and_abort();
+  for (int64_t count : {1, 5000, 1'300'000}) {
+    test_accumulations(count, false);
+    test_accumulations(count, true);
+  }
   test_empty_message();
   test_no_memory();
   test_bad_programs_are_refused();

@@ -70,7 +70,7 @@ def shapes(rank):
 
 
 def arithmetic(rank):
-    """Integers wrap, MIN and MAX keep NaN, bfloat16 is rounded at each step."""
+    """Integers wrap, MIN and MAX keep NaN, bfloat16 is added in float32."""
     p = dist.get_world_size()
     for dtype, op in (("int8", "SUM"), ("uint16", "PRODUCT"), ("bfloat16", "SUM")):
         x = values(dtype, rank, 999).copy()

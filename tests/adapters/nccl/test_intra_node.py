@@ -271,13 +271,11 @@ def sums(dtype, counts, size):
             x = fake_cuda.array(values(dtype, rank, count))
             dist.all_reduce(x)
             got = x.get()
-            # In the order of ranks, each step rounded: the bits of the CPU's one_shot.
-            total = values(dtype, 0, count).copy()
-            kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else total.dtype
-            total = total.view(kind)
+            # In the order of ranks, rounded at the end: the bits of the CPU's one_shot.
+            kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+            parts = [values(dtype, other, count).view(kind) for other in range(size)]
             with np.errstate(all="ignore"):
-                for other in range(1, size):
-                    total = total + values(dtype, other, count).view(kind)
+                total = sum(part.astype(np.float32) for part in parts).astype(kind)
             expected, slack = reduction(dtype, "SUM", size, count)
             check((dtype, count), got, expected, slack)
             same = (got.view(kind) == total) | (np.isnan(got.view(kind)) & np.isnan(total))

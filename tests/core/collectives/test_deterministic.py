@@ -42,14 +42,20 @@ def product(a, b):
     return out
 
 
-def folded(parts, op):
-    """Return what the ranks' parts are reduced to, in the order of ranks."""
-    scalar = parts[0].dtype.type
+def folded(parts, op, is_prefix=False):
+    """Return what the ranks' parts are reduced to, in the order of ranks.
+
+    A sum of float16 is rounded once; that of a prefix on each rank.
+    """
+    kind = parts[0].dtype
+    scalar = kind.type
     with np.errstate(all="ignore"):
         if op.factor is not None:
             parts = [part * scalar(op.factor) for part in parts]
         function = product if op is Op.PRODUCT else OPS[op]
-        total = functools.reduce(function, parts)
+        if kind == np.float16 and function is operator.add and not is_prefix:
+            parts = [part.astype(np.float32) for part in parts]
+        total = functools.reduce(function, parts).astype(kind)
         return total / scalar(len(parts)) if op is Op.AVG else total
 
 
@@ -68,11 +74,14 @@ def cases():
 
 
 class Folded(Operations):
+    is_prefix = False
+
     def value(self, rank, part=0, count=None):
         return data(rank, self.count, self.dtype, part)
 
     def reduced(self, ranks, part=0, count=None):
-        return folded([self.value(rank, part) for rank in ranks], self.op)
+        parts = [self.value(rank, part) for rank in ranks]
+        return folded(parts, self.op, self.is_prefix)
 
 
 def check(rank, dtype, op, count, names, **how):
@@ -82,6 +91,7 @@ def check(rank, dtype, op, count, names, **how):
             for root in {0, p - 1} if name == "reduce" else {0}:
                 how["algorithm"] = algorithm
                 calls = Folded(rank, p, count, root, op, dtype, how=how)
+                calls.is_prefix = name == "scan"
                 getattr(calls, name)()
                 for got, want in calls.made:
                     same_bits(got, want, (name, algorithm, dtype, op, count))
@@ -200,7 +210,7 @@ def test_mistakes(rank):
 
 @pytest.mark.ranks(4, engine="both")
 def test_half_precision_of_torch(rank):
-    """bfloat16 is rounded after each step, as torch does it."""
+    """A sum is rounded once, as in float32; a product after each step, as torch does it."""
     torch = pytest.importorskip("torch")
     p = dist.get_world_size()
     for dtype in (torch.bfloat16, torch.float16):
@@ -209,6 +219,7 @@ def test_half_precision_of_torch(rank):
             for algorithm in available("all_reduce", p, ordered=True):
                 x = parts[rank].clone()
                 dist.all_reduce(x, op, algorithm=algorithm, deterministic=True)
-                want = functools.reduce(function, parts)
+                terms = [part.float() for part in parts] if op is Op.SUM else parts
+                want = functools.reduce(function, terms).to(dtype)
                 same = (x == want) | (x.isnan() & want.isnan())
                 assert same.all(), (dtype, op, algorithm)

@@ -33,7 +33,11 @@ def execute(schedule, layouts, inputs, outputs, reduce_op=np.add):
         progress = False
         for rank in range(p):
             while todo[rank]:
-                op, peer, src_buf, src_off, dst_buf, dst_off, count = todo[rank][0]
+                op, peer, src_buf, src_off, dst_buf, dst_off, count, goes_on = todo[rank][0]
+                if goes_on:
+                    following = todo[rank][1]
+                    assert {op, following[0]} <= {*REDUCES}
+                    assert following[4:7] == [dst_buf, dst_off, count]
                 if op in (Op.SEND, Op.POST):
                     data = span(rank, src_buf, src_off, count).copy()
                     for q in [peer] if peer >= 0 else set(range(p)) - {rank}:

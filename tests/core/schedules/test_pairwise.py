@@ -23,7 +23,7 @@ def most_under_way(schedule, sizes, slow):
         able = [r for r in range(p) if steps[r] and can_go_on(r, steps[r][0], queued)]
         assert able, "no rank can go on"
         rank = next((r for r in able if r not in slow), able[0])
-        op, peer, *_, count = steps[rank].popleft()
+        op, peer, *_, count, _ = steps[rank].popleft()
         if op == Op.SEND:
             queued[rank, peer] += 1
             under_way += count > 0

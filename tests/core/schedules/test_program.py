@@ -124,10 +124,10 @@ def test_program_of_a_small_ring_by_hand():
     schedule = build("all_reduce", "ring", 2)
     program = lower(schedule, 0, layout_for(schedule, 5))
     assert program.steps.tolist() == [
-        [Op.SEND, 1, 1, 0, -1, -1, 2],
-        [Op.RECV_REDUCE, 1, -1, -1, 1, 2, 3],
-        [Op.SEND, 1, 1, 2, -1, -1, 3],
-        [Op.RECV, 1, -1, -1, 1, 0, 2],
+        [Op.SEND, 1, 1, 0, -1, -1, 2, 0],
+        [Op.RECV_REDUCE, 1, -1, -1, 1, 2, 3, 0],
+        [Op.SEND, 1, 1, 2, -1, -1, 3, 0],
+        [Op.RECV, 1, -1, -1, 1, 0, 2, 0],
     ]
     assert program.scratch_count == 0
     assert not program.steps.flags.writeable

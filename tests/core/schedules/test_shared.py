@@ -58,9 +58,12 @@ def run_piece(ranks, rows_of):
         for number, rank in enumerate(ranks):
             rows = rows_of[number]
             while at[number] < len(rows):
-                op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage = rows[
-                    at[number]
-                ]
+                row = rows[at[number]]
+                op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage, goes_on = row
+                if goes_on:
+                    following = rows[at[number] + 1]
+                    assert {op, following[0]} <= {*REDUCES}
+                    assert following[4:7] == [dst, dst_off, count]
                 holder = ranks[whose]
                 if op in POSTS:
                     end = slot_off + count
@@ -157,7 +160,7 @@ def places_by_loops(schedule, size):
             for q in range(p)
         }
         free, number = {}, 0
-        for op, peer, *source, dst, dst_off, count in rows:
+        for op, peer, *source, dst, dst_off, count, _ in rows:
             if op in POSTS:
                 taken[rank, number] = free.pop((*source, count), (rank, number))
                 uses[rank].append((rank, number))
@@ -190,7 +193,7 @@ def check_places(schedule, drawn):
         for rank in drawn(range(schedule.world_size), 2):
             rows = lower_shared(schedule, rank, size, 1, 1 << 40).pieces
             rows = rows[~np.isin(rows[:, 0], (Op.COPY, Op.REDUCE))]
-            assert rows[:, 7:].tolist() == wanted[rank], f"{schedule} rank {rank} size {size}"
+            assert rows[:, 7:10].tolist() == wanted[rank], f"{schedule} rank {rank} size {size}"
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
@@ -229,7 +232,7 @@ def test_small_data_is_one_piece():
 @pytest.mark.parametrize("algorithm", ["one_shot", "dissemination", "linear"])
 def test_a_barrier_has_no_steps_because_the_agreement_is_one(algorithm):
     program = lower_shared(build("barrier", algorithm, 3), 1, 0, 1, 4096)
-    assert program.pieces.shape == (0, 10)
+    assert program.pieces.shape == (0, 11)
     assert program.loops.tolist() == [[0, 0, 1, 0, 0]]
     assert len(program.steps), "with messages the ranks need the steps"
 

@@ -1,11 +1,23 @@
 """The verifier must find every kind of planted error, and say where it is."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from unisono.core.schedules.ir import Buf, Op, Schedule, copy, recv, recv_reduce, reduce, send
+from unisono.core.schedules.algorithms.shared_memory.one_shot import reduce_in_rank_order
+from unisono.core.schedules.ir import (
+    Buf,
+    Op,
+    Schedule,
+    copy,
+    post,
+    recv,
+    recv_reduce,
+    reduce,
+    send,
+)
 from unisono.core.schedules.registry import build
 from unisono.core.schedules.verify import verify
 from unisono.errors import ScheduleError
@@ -132,6 +144,20 @@ def test_same_sum_in_another_order_is_not_the_same():
 
     with pytest.raises(ScheduleError, match="rank 1 is reduced in another order than on rank 0"):
         verify(Schedule("all_reduce", "sloppy", 3, 1, exchange))
+
+
+def test_a_sum_that_one_rank_rounds_in_between_is_not_the_same():
+    def exchange(k, r, divides=True):
+        yield post(r, -1, Buf.OUTPUT, 0)
+        rows = np.concatenate(list(reduce_in_rank_order(r, np.arange(3)[None])))
+        divider = copy(r, (Buf.OUTPUT, 0), (Buf.SCRATCH, 1), where=r == 2)
+        last = np.flatnonzero(rows[:, 0] == 2)[-1:]
+        yield np.insert(rows, last, divider, axis=0) if divides and len(divider) else rows
+
+    parts = {"output_chunks": 1, "scratch_chunks": 2}
+    verify(Schedule("all_reduce", "wrong", 3, 1, partial(exchange, divides=False), **parts))
+    with pytest.raises(ScheduleError, match=r"OUTPUT.0. of rank 2 is reduced in another order"):
+        verify(Schedule("all_reduce", "wrong", 3, 1, exchange, **parts))
 
 
 def test_undefined_data_is_not_read():

@@ -69,7 +69,7 @@ static __device__ unsigned stop_of(const unsigned* stop) {
 }
 #endif
 
-// ---- arithmetic: every step is rounded to the type, as on the CPU -------------------------------
+// ---- arithmetic: a sum is in float32, and is rounded to the type at its end, as on the CPU --------
 
 union Bits {
   unsigned word;
@@ -77,36 +77,37 @@ union Bits {
 };
 
 struct Float32 {
-  static __device__ unsigned add(unsigned a, unsigned b) {
-    Bits x{a}, y{b};
-    x.value += y.value;
-    return x.word;
+  static constexpr int VALUES = 1;  // in a word
+  static __device__ float value(unsigned word, int) { return Bits{word}.value; }
+  static __device__ unsigned word(const float* values) {
+    Bits bits;
+    bits.value = values[0];
+    return bits.word;
   }
 };
 
 struct Float16 {
-  static __device__ unsigned add(unsigned a, unsigned b) {
-    unsigned low = narrowed(widened(a & 0xffff) + widened(b & 0xffff));
-    return low | narrowed(widened(a >> 16) + widened(b >> 16)) << 16;
+  static constexpr int VALUES = 2;
+  static __device__ float value(unsigned word, int i) { return widened(word >> 16 * i & 0xffff); }
+  static __device__ unsigned word(const float* values) {
+    return narrowed(values[0]) | narrowed(values[1]) << 16;
   }
 };
 
 struct BFloat16 {
-  static __device__ unsigned rounded(unsigned a, unsigned b) {  // in the upper half
-    Bits sum{Float32::add(a, b)};
-    bool is_nan = sum.value != sum.value;
-    return is_nan ? sum.word | 0x400000 : sum.word + 0x7fff + (sum.word >> 16 & 1);
+  static constexpr int VALUES = 2;
+  static __device__ float value(unsigned word, int i) {
+    return Bits{i == 0 ? word << 16 : word & 0xffff0000}.value;
   }
-  static __device__ unsigned add(unsigned a, unsigned b) {
-    unsigned low = rounded(a << 16, b << 16) >> 16;
-    return low | (rounded(a & 0xffff0000, b & 0xffff0000) & 0xffff0000);
+  static __device__ unsigned rounded(float sum) {  // in the upper half
+    Bits bits;
+    bits.value = sum;
+    return sum != sum ? bits.word | 0x400000 : bits.word + 0x7fff + (bits.word >> 16 & 1);
+  }
+  static __device__ unsigned word(const float* values) {
+    return rounded(values[0]) >> 16 | (rounded(values[1]) & 0xffff0000);
   }
 };
-
-template <class T>
-static __device__ void add(Pack& sum, const Pack& other) {
-  for (int i = 0; i < 4; i++) sum.word[i] = T::add(sum.word[i], other.word[i]);
-}
 
 // ---- memory -------------------------------------------------------------------------------------
 
@@ -157,13 +158,20 @@ static __device__ Pack sum_of(const Call& call, unsigned ranks, Index i) {
 #pragma unroll
   for (unsigned rank = 0; rank < RANKS; rank++)
     if (ranks >> rank & 1) read[rank] = packs_at(call, rank, SLOT)[i];
-  bool any = false;
 #pragma unroll
-  for (unsigned rank = 0; rank < RANKS; rank++) {
-    if (!(ranks >> rank & 1)) continue;
-    if (any) add<T>(sum, read[rank]);
-    else sum = read[rank];
-    any = true;
+  for (int i = 0; i < 4; i++) {
+    float values[T::VALUES];
+    bool any = false;
+#pragma unroll
+    for (unsigned rank = 0; rank < RANKS; rank++) {
+      if (!(ranks >> rank & 1)) continue;
+      for (int k = 0; k < T::VALUES; k++) {
+        float value = T::value(read[rank].word[i], k);
+        values[k] = any ? values[k] + value : value;
+      }
+      any = true;
+    }
+    sum.word[i] = T::word(values);
   }
   return sum;
 }
@@ -233,7 +241,13 @@ static __device__ void cube_mesh(const Call& call) {
   if (!meet(call, 1u << call.relay, call.meeting + 1)) return;
   for (Index i = first(); i < packs; i += stride()) {
     Pack sum = packs_at(call, call.rank, PARTIAL)[i];
-    add<T>(sum, packs_at(call, call.relay, PARTIAL)[i]);
+    const Pack& other = packs_at(call, call.relay, PARTIAL)[i];
+    for (int at = 0; at < 4; at++) {
+      float values[T::VALUES];
+      for (int k = 0; k < T::VALUES; k++)
+        values[k] = T::value(sum.word[at], k) + T::value(other.word[at], k);
+      sum.word[at] = T::word(values);
+    }
     copy_out(call, i, sum);
   }
   meet(call, call.quad | 1u << call.relay, call.meeting + 2);

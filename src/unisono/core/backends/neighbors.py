@@ -129,12 +129,12 @@ def _steps(rank: int, sizes: MessageSizes) -> IntArray:
         source = (int(Buf.INPUT), begin_in[given]) if sender == rank else (-1, -1)
         target = (int(Buf.OUTPUT), begin_out[taken]) if receiver == rank else (-1, -1)
         if sender == receiver == rank:
-            copies.append((Op.COPY, -1, *source, *target, sizes.sent[given]))
+            copies.append((Op.COPY, -1, *source, *target, sizes.sent[given], 0))
         elif sender == rank:
-            sends.append((Op.SEND, receiver, *source, *target, sizes.sent[given]))
+            sends.append((Op.SEND, receiver, *source, *target, sizes.sent[given], 0))
         elif receiver == rank:
-            receives.append((Op.RECV, sender, *source, *target, sizes.received[taken]))
-    steps = np.array([*sends, *copies, *receives], np.int64).reshape(-1, 7)
+            receives.append((Op.RECV, sender, *source, *target, sizes.received[taken], 0))
+    steps = np.array([*sends, *copies, *receives], np.int64).reshape(-1, 8)
     # Both ranks drop a message without elements.
     steps = steps[steps[:, 6] > 0]
     steps.flags.writeable = False

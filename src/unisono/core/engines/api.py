@@ -172,7 +172,7 @@ class Exchange(NamedTuple):
 REFUSED = ", but refused it: "
 """What follows the name in the text of a call that its rank refused, before the reason."""
 
-NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+NO_STEPS = Program(np.empty((0, 8), np.int64), 0)
 """The program of a call that moves no data, or that a library runs (`Prepared.what`)."""
 
 

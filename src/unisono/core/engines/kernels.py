@@ -1,10 +1,13 @@
 """Element-wise reductions of the reference engine, in NumPy.
 
 bfloat16 has no NumPy arithmetic: it is widened to float32, reduced, and rounded to nearest even,
-which is what hardware does. Overflow follows the dtype silently, as in every MPI and in torch.
+which is what hardware does. An accumulation of bfloat16 or float16 is in float32 until its end.
+Overflow follows the dtype silently, as in every MPI and in torch.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +45,41 @@ def reduce_into(
             ufunc(other, into, out=into)
         else:
             ufunc(into, other, out=into)
+
+
+class Accumulations:
+    """The reductions of a program, of which consecutive ones into one place are an accumulation."""
+
+    def __init__(self, dtype: DType, op: ReduceOp) -> None:
+        self._dtype, self._op = dtype, op
+        self._is_wide = dtype.name in ("bfloat16", "float16") and _UFUNCS[op.op] is np.add
+        self._total: Any = None
+
+    def reduce(self, into: Array, other: Array, *, swapped: bool, goes_on: bool) -> None:
+        """Set `into = into (op) other`.
+
+        Args:
+            into: The left operand, and the result unless the sum goes on.
+            other: The right operand.
+            swapped: `into` is the right operand, if it is not the sum of earlier ones.
+            goes_on: The next reduction adds to the same sum.
+        """
+        if not self._is_wide or (self._total is None and not goes_on):
+            reduce_into(into, other, self._dtype, self._op, swapped=swapped)
+            return
+        with np.errstate(all="ignore"):
+            wide = self._widen(other)
+            if self._total is not None:
+                self._total += wide
+            else:
+                mine = self._widen(into)
+                self._total = wide + mine if swapped else mine + wide
+            if not goes_on:
+                into[:] = narrow(self._total) if self._dtype.name == "bfloat16" else self._total
+                self._total = None
+
+    def _widen(self, values: Array) -> Array:
+        return widen(values) if self._dtype.name == "bfloat16" else values.astype(np.float32)
 
 
 def scale(values: Array, dtype: DType, factor: float) -> None:

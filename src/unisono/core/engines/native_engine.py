@@ -81,8 +81,8 @@ class _NativeProgram(SharedProgram):
 def _in_messages(program: Program) -> Any:
     """Return the copy in C++ of a program's steps."""
     count = len(program.steps)
-    table = np.full((count, 10), -1, np.int64)
-    table[:, :7] = program.steps
+    table = np.full((count, 11), -1, np.int64)
+    table[:, [*range(7), 10]] = program.steps
     loop = np.array([0, count, 1, 0, 0])
     return _engine.Program(table.ctypes.data, count, loop.ctypes.data, 1, program.scratch_count)
 

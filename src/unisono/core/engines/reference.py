@@ -30,7 +30,7 @@ from unisono.core.engines.errors import (
     mismatch_error,
     out_of_step,
 )
-from unisono.core.engines.kernels import reduce_into
+from unisono.core.engines.kernels import Accumulations
 from unisono.core.engines.queue import OrderedEngine
 from unisono.core.schedules import Buf, Op, Program
 from unisono.core.transports import Key, LinkDown, Transfer
@@ -194,7 +194,8 @@ class TaskRun:
     def execute(self, program: Program) -> None:
         """Execute the program's steps in order."""
         task = self._task
-        dtype, reduce_op = task.prepared.dtype, task.prepared.op
+        dtype = task.prepared.dtype
+        sums = Accumulations(dtype, task.prepared.op)
         scratch = np.empty(program.scratch_count, dtype.storage)
         received = none = np.empty(0, dtype.storage)
         given, result = concatenated(task.input), concatenated(task.output)
@@ -203,7 +204,7 @@ class TaskRun:
             Buf.OUTPUT: none if result is None else result,
             Buf.SCRATCH: scratch,
         }
-        for op, peer, source, source_at, target, target_at, count in program.steps.tolist():
+        for op, peer, source, source_at, target, target_at, count, more in program.steps.tolist():
             if op in (Op.SEND, Op.POST):
                 data = as_bytes(buffers[source][source_at : source_at + count])
                 span = (source, source_at, source_at + count)
@@ -233,7 +234,7 @@ class TaskRun:
                 # compute the same expression. Otherwise the results may differ: the payload of a
                 # NaN, the sign of a zero, the last bit of a complex product (fused multiply-add).
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
-                reduce_into(into, other, dtype, reduce_op, swapped=swapped)
+                sums.reduce(into, other, swapped=swapped, goes_on=bool(more))
         self.wait_for_sends()
         copy_back(result, task.output)
 

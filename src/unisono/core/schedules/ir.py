@@ -16,6 +16,9 @@ buffers of the rank.
 `dst` is the first operand of a reduction. Only RECV_REDUCE takes the lower rank's value first, so
 that two ranks that exchange and reduce compute the same expression.
 
+Consecutive reductions of a rank into the same chunks are one *accumulation* (`sums_on`). If the op
+adds, float16 and bfloat16 are added in float32, and rounded at its end.
+
 Messages from one rank to another are matched first in, first out, and both ranks give the same
 size. Each rank that a post is meant for reads it exactly once. An engine without shared memory may
 therefore execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is received
@@ -75,6 +78,9 @@ class Op(IntEnum):
     POST = 5
     READ = 6
     READ_REDUCE = 7
+
+
+REDUCE_OPS = (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE)
 
 
 class Buf(IntEnum):
@@ -276,6 +282,19 @@ def reduce(
 ) -> IntArray:
     """Return rows in which each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
     return make_rows(Op.REDUCE, ranks, -1, src, dst, n, where)
+
+
+def sums_on(op: IntArray, target: IntArray) -> BoolArray:
+    """Return which rows are reductions that the next row continues.
+
+    Args:
+        op: [n] the ops of one rank, in the order of execution.
+        target: [n, k] what names the destination of each row, its number of chunks last.
+    """
+    reduces = np.isin(op, REDUCE_OPS) & (target[:, -1] > 0)
+    goes_on = np.zeros(len(op), np.bool_)
+    goes_on[:-1] = reduces[:-1] & reduces[1:] & (target[:-1] == target[1:]).all(axis=1)
+    return goes_on
 
 
 def is_power_of_two(n: int) -> bool:

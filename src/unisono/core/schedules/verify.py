@@ -5,7 +5,8 @@ contributions of the ranks. Equal expressions are one object (hash-consing), so 
 in about a microsecond per step and chunk.
 
 A reduction is modelled as commutative but *not* associative, like a floating-point sum. The proof
-of `rank_order` models it as not commutative, too.
+of `rank_order` models it as not commutative, too. An accumulation that goes on is another value
+than one that has ended, which is rounded.
 Chunks with the same expression on two ranks hold the same bits for all numbers. The condition is
 that an engine's a (op) b has the bits of b (op) a. Many processors break it for NaNs with different
 payloads, and for the minimum of +0 and -0.
@@ -19,13 +20,20 @@ from typing import NoReturn
 
 import numpy as np
 
-from unisono.core.schedules.ir import REDUCING, VECTOR_COLLECTIVES, Buf, Op, Schedule
+from unisono.core.schedules.ir import (
+    REDUCE_OPS,
+    REDUCING,
+    VECTOR_COLLECTIVES,
+    Buf,
+    Op,
+    Schedule,
+    sums_on,
+)
 from unisono.errors import Context, ScheduleError
 
 _PUTS = (Op.SEND, Op.POST)
 _LOCAL = (Op.COPY, Op.REDUCE)
 _TAKES = (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE)
-_REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 _POSTED = (Op.POST, Op.READ, Op.READ_REDUCE)
 
 Chunk = tuple[int, int]
@@ -49,7 +57,7 @@ def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = Fal
         in_place: Prove a call in which the buffer of one block is the rank's own block of the
             buffer of p blocks, as in `all_gather_into_tensor(out, out[rank])`.
         rank_order: Prove also that every result is ((x_0 (op) x_1) (op) x_2) (op) ..., with the
-            operands in this order.
+            operands in this order. It is one accumulation; a prefix is rounded on each rank.
 
     Raises:
         ScheduleError: The schedule is wrong. The text names the rank, the step and the chunk.
@@ -112,6 +120,7 @@ class _SymbolicWorld:
         self.queues: dict[tuple[int, int], deque[_SentData]] = defaultdict(deque)
         self.expressions: dict[tuple[object, ...], int] = {}
         self.todo, self.stage_of = _programs(schedule)
+        self.goes_on = [_sums_on(rows) for rows in self.todo]
         self.next = [0] * schedule.world_size
         self.written_in: dict[tuple[int, Chunk], int] = {}
         for rank in range(schedule.world_size):
@@ -146,7 +155,9 @@ class _SymbolicWorld:
         pair = (theirs.key, mine.key) if swapped else (mine.key, theirs.key)
         if not self.rank_order:
             pair = (min(pair), max(pair))
-        return _ChunkValue(self.key(*pair), mine.item, mine.ranks | theirs.ranks)
+        goes_on = self.goes_on[rank][self.next[rank]]
+        key = self.key("unrounded", *pair) if goes_on else self.key(*pair)
+        return _ChunkValue(key, mine.item, mine.ranks | theirs.ranks)
 
     # --- execution ------------------------------------------------------------------------
 
@@ -251,7 +262,7 @@ class _SymbolicWorld:
                 # A barrier moves no data. The value is the set of ranks that have entered it.
                 known = self.get(rank, chunk, "writes").ranks | value.ranks
                 value = _ChunkValue(0, value.item, known)
-            elif row[1] in _REDUCES:
+            elif row[1] in REDUCE_OPS:
                 mine = self.get(rank, chunk, "reduces into")
                 swapped = row[1] == Op.RECV_REDUCE and row[2] < rank
                 value = self.combine(rank, mine, value, chunk, swapped=swapped)
@@ -308,8 +319,10 @@ class _SymbolicWorld:
     def fold(self, item: Chunk, ranks: int) -> int:
         """Return the key of an item's contributions by `ranks`, reduced in their order."""
         first, *others = [self.leaf(item, r).key for r in range(ranks.bit_length())]
+        is_rounded = self.schedule.collective in ("scan", "exscan")
         for other in others:
-            first = self.key(first, other)
+            last = is_rounded or other == others[-1]
+            first = self.key(first, other) if last else self.key("unrounded", first, other)
         return first
 
     def others(self, rank: int) -> str:
@@ -364,6 +377,13 @@ def _programs(schedule: Schedule) -> tuple[list[list[CheckedRow]], list[list[int
             programs[row[0]].append(tuple(row))
             stages[row[0]].append(k)
     return programs, stages
+
+
+def _sums_on(rows: list[CheckedRow]) -> list[bool]:
+    """Return which rows the next one continues as an accumulation."""
+    table = np.array(rows, np.int64).reshape(-1, 8)
+    goes_on: list[bool] = sums_on(table[:, 1], table[:, 5:]).tolist()
+    return goes_on
 
 
 def _buffer_chunks(s: Schedule, rank: int) -> dict[int, int]:

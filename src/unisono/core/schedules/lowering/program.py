@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unisono.core.schedules.ir import BoolArray, Buf, IntArray, Schedule
+from unisono.core.schedules.ir import BoolArray, Buf, IntArray, Schedule, sums_on
 from unisono.core.schedules.lowering.layout import Layout, buffer_ends
 from unisono.errors import ScheduleError
 
@@ -20,9 +20,10 @@ class Program:
     """One rank's part of one collective call.
 
     Attributes:
-        steps: int64 [n, 7], read-only, in the order of execution: (op, peer, src_buf, src_off,
-            dst_buf, dst_off, count). Offsets and counts are in elements, unused fields are -1.
-            `op` is an `Op`, the buffers are `Buf`s. POST has peer -1 for "every other rank".
+        steps: int64 [n, 8], read-only, in the order of execution: (op, peer, src_buf, src_off,
+            dst_buf, dst_off, count, goes_on). Offsets and counts are in elements, unused fields are
+            -1. `op` is an `Op`, the buffers are `Buf`s. POST has peer -1 for "every other rank".
+            `goes_on` is 1 if the next step continues the accumulation.
         scratch_count: Elements of SCRATCH that this rank needs.
     """
 
@@ -95,8 +96,11 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _RankRows:
     if len(ranks) > 1:
         rows = rows[np.argsort(rows[:, _RANK], kind="stable")]
     *bases, none = bases_of(schedule)
-    steps = np.full((len(rows), 7), -1, np.int64)
+    steps = np.full((len(rows), 8), -1, np.int64)
     steps[:, [0, 1, 2, 4]] = rows[:, [_OP, _PEER, _SRC_BUF, _DST_BUF]]
+    # Of the chunks, as in the proof: a step that is dropped because it has no elements divides a
+    # sum, too.
+    steps[:, 7] = sums_on(rows[:, _OP], rows[:, [_RANK, _DST_BUF, _DST, _N]])
     begin, end = np.full((2, 2, len(rows)), none)
     scratch = end.copy()
     for side, (buf, chunk) in enumerate(((_SRC_BUF, _SRC), (_DST_BUF, _DST))):

@@ -42,10 +42,10 @@ class SharedProgram(Program):
 
     Attributes:
         messages: Returns the call with messages.
-        pieces: int64 [n, 10]: the columns of `Program.steps`, then (slot, offset, stage) of the
-            post. `slot` is the rank that owns the slot, `offset` is in elements. Readers wait until
-            the posting rank has reached `stage`. A READ_REDUCE with a source is dst = src (op) the
-            post.
+        pieces: int64 [n, 11]: the columns of `Program.steps`, with (slot, offset, stage) of the
+            post before the last. `slot` is the rank that owns the slot, `offset` is in elements.
+            Readers wait until the posting rank has reached `stage`. A READ_REDUCE with a source is
+            dst = src (op) the post.
         loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift). Rows [first, end) of
             `pieces` run `repeats` times. After each run the offsets into INPUT and OUTPUT grow by
             the shifts.
@@ -84,7 +84,7 @@ def lower_shared(
     messages = partial(lower, schedule, rank, Layout(count))
     if schedule.collective == "barrier":
         # No rank leaves the agreement on a call before all ranks have entered it.
-        nothing, once = np.empty((0, 10), np.int64), np.array([[0, 0, 1, 0, 0]])
+        nothing, once = np.empty((0, 11), np.int64), np.array([[0, 0, 1, 0, 0]])
         return SharedProgram(messages, nothing, once)
     piece = _piece_count(schedule, count, itemsize, slot_bytes)
     if piece is None:
@@ -141,7 +141,7 @@ class _Outline:
     Posts are numbered rank by rank. Units are numbered through all buffers, in the order of `Buf`.
 
     Attributes:
-        rows: int64 [n, 10]: as in `SharedProgram.pieces`, rank by rank. The offset in the slot is
+        rows: int64 [n, 11]: as in `SharedProgram.pieces`, rank by rank. The offset in the slot is
             the number of the post whose place the row uses; see `_places`.
         begins: int64 [p + 1]: the first row of each rank.
         firsts: int64 [m]: the first post of the rank of each post.
@@ -178,10 +178,10 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
     alone = readers[used] == ranks[reads]
     results = alone & np.isin(steps[reads, 0], _REDUCES)
     places = _places(steps, ranks, posts, reads[results], used[results], _bases(schedule, units))
-    rows = np.concatenate([steps, np.full((len(steps), 3), -1)], axis=1)
+    rows = np.concatenate([steps[:, :7], np.full((len(steps), 3), -1), steps[:, 7:]], axis=1)
     number = np.arange(len(posts))
     for at, post in ((posts, number), (reads, used)):
-        rows[at, 7:] = np.stack([ranks[posts[places[post]]], places[post], stages[post]], axis=1)
+        rows[at, 7:10] = np.stack([ranks[posts[places[post]]], places[post], stages[post]], axis=1)
     first = _bases(schedule, units)[steps[posts, 2]] + steps[posts, 3]
     last = np.where(places == number, first + steps[posts, 6], first)
     separable = not schedule.input_chunks or int(steps[:, 6].max(initial=0)) <= units
@@ -370,6 +370,6 @@ def _join_rows(rows: IntArray, rank: int) -> IntArray:
             found = copy[:7] == aside and [taken[0], *taken[4:7]] == into
             if found and taken[1] < rank and not kept:
                 del joined[-2:]
-                row = [Op.RECV_REDUCE, *taken[1:]]
+                row = [Op.RECV_REDUCE, *taken[1:10], row[10]]
         joined.append(row)
-    return np.array(joined, np.int64).reshape(-1, 10)
+    return np.array(joined, np.int64).reshape(-1, 11)

@@ -46,16 +46,16 @@ def lower_uneven(
             if count > 0:
                 slot = (peer - (peer > rank)) * part
                 source = int(from_at[peer]) + start
-                rows.append([Op.SEND, peer, Buf.INPUT, source, -1, -1, count, rank, slot, 1])
+                rows.append([Op.SEND, peer, Buf.INPUT, source, -1, -1, count, rank, slot, 1, 0])
         if not start:
             at, to, count = int(from_at[rank]), int(to_at[rank]), int(sent[rank])
-            rows.append([Op.COPY, -1, Buf.INPUT, at, Buf.OUTPUT, to, count, -1, -1, -1])
+            rows.append([Op.COPY, -1, Buf.INPUT, at, Buf.OUTPUT, to, count, -1, -1, -1, 0])
         for peer in _others(rank, p):
             count = min(int(received[peer]) - start, part)
             if count > 0:
                 slot = (rank - (rank > peer)) * part
                 target = int(to_at[peer]) + start
-                rows.append([Op.RECV, peer, -1, -1, Buf.OUTPUT, target, count, peer, slot, 1])
+                rows.append([Op.RECV, peer, -1, -1, Buf.OUTPUT, target, count, peer, slot, 1, 0])
         loops.append([first, len(rows), 1, 0, 0])
     table = np.array(rows, np.int64)
     return SharedProgram(lambda: messages, table, np.array(loops, np.int64))

@@ -1,0 +1,90 @@
+// How a program's steps copy and reduce elements in shared memory.
+#include <algorithm>
+
+#include "shared/group.hpp"
+
+namespace unisono {
+
+namespace {
+
+// Elements of an accumulation that are added at a time: few enough for the L1 cache.
+constexpr int64_t kSumBlock = 1024;
+
+}  // namespace
+
+// Add the operands of an accumulation block by block, so that the sum stays in the L1 cache.
+Status Group::run_sum(const Step* first, const Step* last, int index) {
+  for (const Step* step = first; step <= last; ++step) {
+    if (!reads(*step)) continue;
+    const Status status = wait_for_post(*step, index + static_cast<int>(step - first));
+    if (!status.is_ok()) return status;
+  }
+  float sum[kSumBlock];
+  const bool swaps = first->op == kRecvReduce && first->peer < rank_;  // as in apply()
+  for (int64_t done = 0, count = 0; done < first->count; done += count) {
+    count = std::min(first->count - done, kSumBlock);
+    char* into = address_of(first->dst_buf, first->dst_off + done, &count);
+    const char* left = into;
+    if (joins(*first)) left = address_of(first->src_buf, first->src_off + done, &count);
+    for (const Step* step = first; step <= last; ++step) {
+      if (!reads(*step)) operand_of(*step, done, &count);  // a list may end a block early
+    }
+    const auto n = static_cast<size_t>(count);
+    const char* right = operand_of(*first, done, &count);
+    reduce_.wide.begin(sum, swaps ? right : left, swaps ? left : right, n);
+    for (const Step* step = first + 1; step < last; ++step) {
+      reduce_.wide.add(sum, operand_of(*step, done, &count), n);
+    }
+    reduce_.wide.end(into, sum, operand_of(*last, done, &count), n);
+  }
+  return {};
+}
+
+// The right operand of a reduction, from its element `done` on; see address_of().
+const char* Group::operand_of(const Step& step, int64_t done, int64_t* count) const {
+  if (reads(step)) return place_of(step, step.peer) + done * itemsize_;
+  return address_of(step.src_buf, step.src_off + done, count);
+}
+
+// Copy or reduce a step's elements: into `place`, out of `place`, or between buffers if `place` is
+// nullptr.
+void Group::apply(const Step& step, char* place) {
+  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
+  for (int64_t done = 0, count = 0; done < whole; done += count) {
+    count = whole - done;
+    char* at = place == nullptr ? nullptr : place + done * itemsize_;
+    const char* from = at;
+    char* into = at;
+    if (place == nullptr || sends(step.op)) {
+      from = address_of(step.src_buf, step.src_off + done, &count);
+    }
+    if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
+    const char* left = into;
+    if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
+    if (step.op == kRecvReduce && step.peer < rank_) {
+      // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks
+      // compute the same expression. Run.execute in core/engines/reference.py shows where that matters.
+      reduce_.step(into, from, into, static_cast<size_t>(count));
+    } else if (reduces(step.op)) {
+      reduce_.step(into, left, from, static_cast<size_t>(count));
+    } else if (into != from) {  // all_gather in place copies a block onto itself
+      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
+      copy(into, from, static_cast<size_t>(count * itemsize_));
+    }
+  }
+}
+
+// The address of an element of a buffer. `together` is reduced to the number of elements that are
+// contiguous from there.
+char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
+  if (buf == kScratch) return scratch_ + off * itemsize_;
+  const Operand& whole = buf == kInput ? input_ : output_;
+  const ArrayList& parts = whole.parts;
+  off += whole.moved;
+  if (parts.at == nullptr) return whole.data + off * itemsize_;
+  const int64_t inside = off % parts.count;
+  *together = std::min(*together, parts.count - inside);
+  return parts.at[off / parts.count] + inside * itemsize_;
+}
+
+}  // namespace unisono
