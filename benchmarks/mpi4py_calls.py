@@ -5,7 +5,7 @@
 2 ranks on one host. Each library runs in processes of its own, in turns; the library is that of the
 mpiexec beside this Python. A turn has rounds of 100 calls for 8 s, and a round takes the time of
 the slowest rank. The table has the fastest round of all turns and the least of the turns' medians,
-in microseconds: on a busy machine a rank that polls loses its core for whole rounds.
+in microseconds. On a busy machine a rank that polls loses its core for whole rounds.
 """
 
 from __future__ import annotations
