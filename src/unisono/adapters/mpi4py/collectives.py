@@ -87,7 +87,7 @@ def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]
     works, stores = [], []
     for peer, parts in recvs.items():
         for part in parts:
-            data = part.target()
+            data = part.pack()
             stores.append((part, data))
             at = state.peers[peer]
             works.append(state.inner.recv(data, at, tag, async_op=True))
@@ -127,7 +127,7 @@ def gather(
             [state.group.gather(simple(sendbuf, False).pack(), None, root, async_op=state.is_async)]
         )
     parts = parse(recvbuf, True, state.size)
-    outputs = [part.target() for part in parts]
+    outputs = [part.pack() for part in parts]
     mine = outputs[root].copy() if _is_in_place(sendbuf) else simple(sendbuf, False).pack()
     work = state.group.gather(mine, outputs, root, async_op=state.is_async)
     return _call([work], _store(parts, outputs))
@@ -147,7 +147,7 @@ def scatter(
         return exchange(state, {peer: [part] for peer, part in enumerate(parts)}, {})
     if state.rank != root:
         part = simple(recvbuf, True)
-        output = part.target()
+        output = part.pack()
         work = state.group.scatter(output, None, root, async_op=state.is_async)
         return _call([work], _store([part], [output]))
     inputs = [part.pack() for part in parse(sendbuf, False, state.size)]
@@ -156,7 +156,7 @@ def scatter(
             [state.group.scatter(inputs[root].copy(), inputs, root, async_op=state.is_async)]
         )
     part = simple(recvbuf, True)
-    output = part.target()
+    output = part.pack()
     work = state.group.scatter(output, inputs, root, async_op=state.is_async)
     return _call([work], _store([part], [output]))
 
@@ -169,7 +169,7 @@ def allgather(state: CommState, sendbuf: Any, recvbuf: Any, parse: Parse = _bloc
         sends = {peer: [mine] for peer in range(len(state.peers))}
         return exchange(state, sends, {peer: [part] for peer, part in enumerate(parts)})
     parts = parse(recvbuf, True, state.size)
-    outputs = [part.target() for part in parts]
+    outputs = [part.pack() for part in parts]
     is_in_place = _is_in_place(sendbuf)
     data = outputs[state.rank].copy() if is_in_place else simple(sendbuf, False).pack()
     return _call(
@@ -184,7 +184,7 @@ def alltoall(state: CommState, sendbuf: Any, recvbuf: Any, parse: Parse = _block
         sends = {peer: [part] for peer, part in enumerate(ins)}
         return exchange(state, sends, {peer: [part] for peer, part in enumerate(outs)})
     parts = parse(recvbuf, True, state.size)
-    outputs = [part.target() for part in parts]
+    outputs = [part.pack() for part in parts]
     if _is_in_place(sendbuf):
         inputs = [each.copy() for each in outputs]
     else:
@@ -204,7 +204,7 @@ def _neighbors(state: CommState, ins: list[Run], outs: list[Run]) -> Ongoing:
     links = state.topology.links
     used_in, used_out = links.linked
     inputs, parts = [ins[k].pack() for k in used_in], [outs[k] for k in used_out]
-    outputs = [part.target() for part in parts]
+    outputs = [part.pack() for part in parts]
     work = state.group.neighbor_all_to_all(outputs, inputs, links, async_op=state.is_async)
     return _call([work], _store(parts, outputs))
 

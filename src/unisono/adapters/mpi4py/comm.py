@@ -170,15 +170,10 @@ class Comm(Attributes, Handle, root=True):
         topology = self.live.topology
         return NUMBERS["UNDEFINED"] if topology is None else int(topology.kind)
 
-    def Get_name(self) -> str:
-        """Return the name."""
-        return "MPI_COMM_NULL" if self.ob is None else str(self.live.name)
-
     size, rank, group = property(Get_size), property(Get_rank), property(Get_group)
     is_inter, is_intra = property(Is_inter), property(Is_intra)
     topology = property(Get_topology)
     is_topo = property(lambda self: self.live.topology is not None)
-    name = property(Get_name, Attributes.Set_name)
 
     def Compare(self, comm: Comm) -> int:
         """Return IDENT, CONGRUENT, SIMILAR or UNEQUAL."""

@@ -487,12 +487,6 @@ class Datatype(Attributes, Handle, root=True):
         basis, combiner, params = self.decode()
         return _remade, (basis, combiner, params)
 
-    def Get_name(self) -> str:
-        """Return the name."""
-        return "MPI_DATATYPE_NULL" if self.ob is None else str(self.ob.name)
-
-    name = property(Get_name, Attributes.Set_name)
-
 
 def _remade(basis: Datatype, combiner: str, params: dict[str, Any]) -> Datatype:
     made: Datatype = getattr(basis, f"Create_{combiner.lower()}")(**params)

@@ -132,7 +132,9 @@ class Described:
 class Attributes:
     """The attributes and the error handler of communicators, datatypes and windows."""
 
+    ob: Any
     live: Any
+    family: type
     Create_errhandler: Any
 
     def Get_attr(self, keyval: int) -> Any:
@@ -209,7 +211,8 @@ class Attributes:
 
     def Get_name(self) -> str:
         """Return the name."""
-        return str(self.live.name)
+        kind = self.family.__name__.upper()
+        return f"MPI_{kind}_NULL" if self.ob is None else str(self.live.name)
 
     def Set_name(self, name: str) -> None:
         """Set the name."""

@@ -188,7 +188,7 @@ class CommState(Described):
         self.check(source, tag, receives=True)
         if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
-        into = part.target()
+        into = part.pack()
         return self._began(
             source,
             tag,

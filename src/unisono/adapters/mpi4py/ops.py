@@ -227,7 +227,7 @@ def _kernel(state: CommState, op: Op, part: Run, name: str, *settings: Any, into
     if state.rehearses:
         return Ongoing()
     reduce_op = op.live.kernel(part.kind)
-    source, target = part.pack(), into.target()
+    source, target = part.pack(), into.pack()
     if part is not into:
         target[:] = source
     array = part.typed(target)

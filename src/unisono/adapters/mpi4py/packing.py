@@ -57,7 +57,7 @@ class Run(NamedTuple):
         return memory, index - base if base else index
 
     def pack(self) -> Bytes:
-        """Return the data: the memory itself if it is contiguous, else a copy."""
+        """Return the data, or memory for a receive: the memory itself, or a copy if it has gaps."""
         if self.kind.is_plain:
             end = self.offset + self.nbytes
             memory, base = self._reach(self.offset, end) if self.nbytes else (self.memory, 0)
@@ -65,10 +65,6 @@ class Run(NamedTuple):
         memory, index = self._index()
         packed: Bytes = memory[index]
         return packed
-
-    def target(self) -> Bytes:
-        """Return memory for a receive: the memory itself if it is contiguous, else a copy."""
-        return self.pack()
 
     def store(self, data: Bytes) -> None:
         """Write received data, which may be shorter, unless it is in the memory already."""

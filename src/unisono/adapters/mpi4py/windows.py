@@ -246,11 +246,6 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         """Return the ranks."""
         return Group.of(WorldRanks(self.live.comm.group.ranks))
 
-    def Get_name(self) -> str:
-        """Return the name."""
-        return "MPI_WIN_NULL" if self.ob is None else str(self.ob.name)
-
-    name = property(Get_name, Attributes.Set_name)
     group = property(Get_group)
     group_size = property(lambda self: self.live.comm.size)
     group_rank = property(lambda self: self.live.comm.rank)
