@@ -24,7 +24,7 @@ namespace unisono {
 // more of their caches, and 64 ranks use more memory. Smaller: they wait for each other more often,
 // which costs most if there are more ranks than cores.
 constexpr size_t kRingBytes = 128 * 1024;
-constexpr size_t kWideRingBytes = 512 * 1024;
+constexpr size_t kWideRingBytes = 2048 * 1024;
 
 // Up to this many ranks on a host have wide rings: 12 rings for 4 ranks.
 constexpr int kFewRanks = 4;
@@ -114,7 +114,6 @@ struct InboxHead {
   Bells bells;
 };
 
-constexpr size_t kPageBytes = 4096;
 // Untouched pages take no memory.
 constexpr size_t kRingStride = kPageBytes + kWideRingBytes;
 static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes, "layout");

@@ -34,10 +34,18 @@ void Group::end_epoch(Code code) {
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
   if (is_over) {
+    turn_slot();
     epoch_.store(epoch() + 1, std::memory_order_relaxed);
   } else {
     has_stopped_.store(true, std::memory_order_relaxed);
   }
+}
+
+// Move this rank's slot on, behind what it has posted.
+void Group::turn_slot() {
+  const int64_t next = slot_at() + (posted_bytes_ + 63) / 64 * 64;
+  slot_at() = next <= segment_->turn_bytes() ? static_cast<uint32_t>(next) : 0;
+  posted_bytes_ = 0;
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -165,7 +173,9 @@ Status Group::begin_epoch() {
 // Enter the epoch and publish a stage of it. Nothing may stand between the two stores. Other ranks
 // poll this cache line, and to take it back from them costs 0.1 us each time.
 void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
-  segment_->words(rank_).line(epoch()).agreement = words;
+  AgreementWords& mine = segment_->words(rank_).line(epoch()).agreement;
+  mine = words;
+  mine.slot_at = slot_at();
   publish(stage);
 }
 
@@ -240,6 +250,9 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
 
 void Group::post(const Step& step) {
   char* place = place_of(step, rank_);
+  if (!is_in_line(step, rank_)) {
+    posted_bytes_ = std::max(posted_bytes_, (step.slot_off + step.count) * itemsize_);
+  }
   direct_ ? post_address(step, place) : apply(step, place);
 }
 

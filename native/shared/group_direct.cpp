@@ -32,7 +32,7 @@ constexpr int64_t kReadingNs = 300'000;
 }  // namespace
 
 // This rank's word about direct reading in the call that it begins: bits of DirectReading.
-uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
+uint32_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
   if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
   past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
@@ -150,7 +150,7 @@ void Group::read_posted(const Step& step, const char* place) {
 Status Group::finish_direct() {
   Status status = begin_epoch();
   if (!status.is_ok()) return status;
-  enter_epoch({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
+  enter_epoch({0, 1, has_failed_ ? kFailed : uint32_t{0}}, 0);
   const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
   for (int i = 1; i < ranks_; ++i) {
     const int peer = other(i);

@@ -28,11 +28,15 @@ constexpr uint64_t kStages = 4096;
 // closer disturb each other even if they lie in different lines.
 constexpr size_t kInterferenceBytes = 128;
 
+// By how much the slots of all ranks together move on in memory before they come back; per parity.
+constexpr size_t kTurnBytes = size_t{3} << 19;
+constexpr size_t kPageBytes = 4096;
+
 // Size of the random numbers that identify a process or its memory.
 constexpr size_t kNonceBytes = 16;
 
 // A rank's word about direct reading; see group_direct.cpp.
-enum DirectReading : uint64_t {
+enum DirectReading : uint32_t {
   kWilling = 1,         // the rank has no post that must go into the slot
   kPostsAddresses = 2,  // the slot of the rank holds addresses of posts
   kFailed = 4,          // the rank could not read a post
