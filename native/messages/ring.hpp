@@ -16,6 +16,7 @@
 #include <cstring>
 #include <memory>
 
+#include "kernels/copy_out.hpp"
 #include "shared/layout.hpp"
 
 namespace unisono {
@@ -23,6 +24,9 @@ namespace unisono {
 // A ring takes this much of a message before its receiver must read. Larger: writer and reader use
 // more of their caches, and 64 ranks use more memory. Smaller: they wait for each other more often,
 // which costs most if there are more ranks than cores.
+//
+// Wide: more than a core's own cache, so that neither core holds the lines that the writer fills.
+// To take them from the reader's cache costs twice the time.
 constexpr size_t kRingBytes = 128 * 1024;
 constexpr size_t kWideRingBytes = 2048 * 1024;
 
@@ -180,6 +184,7 @@ class Ring {
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;         // this end's position
   uint64_t other_ = 0;      // the other end's position, as last seen
+  CopyOut copy_out_;
   uint64_t abort_end_ = 0;  // position of the frame after the aborted frame
 };
 

@@ -43,9 +43,12 @@ void Group::end_epoch(Code code) {
 
 // Move this rank's slot on, behind what it has posted.
 void Group::turn_slot() {
-  const int64_t next = slot_at() + (posted_bytes_ + 63) / 64 * 64;
-  slot_at() = next <= segment_->turn_bytes() ? static_cast<uint32_t>(next) : 0;
-  posted_bytes_ = 0;
+  if (posted_bytes_ + read_bytes_ > kStayBytes && !was_reused_) {
+    const int64_t next = slot_at() + (posted_bytes_ + kLineBytes - 1) / kLineBytes * kLineBytes;
+    slot_at() = next <= segment_->turn_bytes() ? static_cast<uint32_t>(next) : 0;
+  }
+  posted_bytes_ = read_bytes_ = 0;
+  was_reused_ = false;
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -250,7 +253,9 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
 
 void Group::post(const Step& step) {
   char* place = place_of(step, rank_);
-  if (!is_in_line(step, rank_)) {
+  if (step.slot != rank_) {
+    was_reused_ = true;
+  } else if (!is_in_line(step, rank_)) {
     posted_bytes_ = std::max(posted_bytes_, (step.slot_off + step.count) * itemsize_);
   }
   direct_ ? post_address(step, place) : apply(step, place);
@@ -266,6 +271,7 @@ Status Group::run_step(const Step& step, int index) {
     Status status = wait_for_post(step, index);
     if (!status.is_ok()) return status;
     place = place_of(step, step.peer);
+    read_bytes_ += step.count * itemsize_;
     if (direct_) {
       read_posted(step, place);
       return {};
@@ -298,8 +304,12 @@ void Group::apply(const Step& step, char* place) {
     } else if (reduces) {
       reduce_(into, left, from, static_cast<size_t>(count));
     } else if (into != from) {  // all_gather in place copies a block onto itself
-      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
-      copy(into, from, static_cast<size_t>(count * itemsize_));
+      const auto nbytes = static_cast<size_t>(count * itemsize_);
+      if (sends(step.op)) {
+        copy_out_.copy(into, from, nbytes);
+      } else {
+        (past_cache_ ? copy_past_cache : copy_chunked)(into, from, nbytes);
+      }
     }
   }
 }

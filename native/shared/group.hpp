@@ -9,6 +9,7 @@
 
 #include "core/fork_guard.hpp"
 #include "core/program.hpp"
+#include "kernels/copy_out.hpp"
 #include "shared/process_handle.hpp"
 #include "shared/remote_read.hpp"
 #include "shared/segment.hpp"
@@ -184,7 +185,10 @@ class Group final : public Runner {
   bool direct_ = false;      // whether posts are addresses
   bool has_failed_ = false;  // whether a direct read has failed
   uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
-  int64_t posted_bytes_ = 0;      // in this epoch's slot
+  int64_t posted_bytes_ = 0;  // in this rank's slot of this epoch
+  int64_t read_bytes_ = 0;    // in this epoch
+  bool was_reused_ = false;   // whether a post of this epoch took the place of its operand
+  CopyOut copy_out_;          // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one
   bool past_cache_ = false;  // whether the moved data do not fit into the cache
 };

@@ -22,9 +22,6 @@ namespace {
 // Smallest post to read directly. Below it, process_vm_readv costs more than the copy.
 constexpr int64_t kDirectBytes = 128 * 1024;
 
-// Largest post that both the poster and its reader find in their caches.
-constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
-
 // How long a rank with a core of its own stays awake while other ranks read. To sleep and wake
 // would add a fifth to a broadcast of 4 MiB, which is read in 75 us.
 constexpr int64_t kReadingNs = 300'000;
@@ -90,13 +87,11 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
 
 // Whether direct reading of this post saves time. The kernel copies small pages in three times the
 // time. With a quarter in small pages a rank loses what it saves by not filling its slot. A rank
-// that only posts saves nothing there: it gains only if the kernel's copy is faster than a copy out
-// of a slot.
+// that only posts loses: the ranks that read would wait for one copying core instead of two.
 bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;
-  const bool is_faster = post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
-  if (!has_more_to_do && !is_faster) return false;
-  return huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
+  return has_more_to_do &&
+         huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
 }
 
 // Whether this program only moves large data, by steps whose next repetition continues at the end

@@ -28,8 +28,16 @@ constexpr uint64_t kStages = 4096;
 // closer disturb each other even if they lie in different lines.
 constexpr size_t kInterferenceBytes = 128;
 
-// By how much the slots of all ranks together move on in memory before they come back; per parity.
+// How far the slots of a parity of all ranks together move through memory before they come back.
+// More than a core's own cache, so that neither core holds the lines that a post writes. To take
+// lines from the reader's cache costs 2 to 4 times the write.
 constexpr size_t kTurnBytes = size_t{3} << 19;
+
+// Slots stay where they are after calls that move no more than this: all of it stays in the
+// fastest cache.
+constexpr int64_t kStayBytes = 8192;
+
+constexpr int64_t kLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 
 // Size of the random numbers that identify a process or its memory.
