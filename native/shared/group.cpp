@@ -43,12 +43,11 @@ void Group::end_epoch(Code code) {
 
 // Move this rank's slot on, behind what it has posted.
 void Group::turn_slot() {
-  if (posted_bytes_ + read_bytes_ > kStayBytes && !was_reused_) {
+  if (posted_bytes_ + read_bytes_ > kStayBytes && !reuses_posts_) {
     const int64_t next = slot_at() + (posted_bytes_ + kLineBytes - 1) / kLineBytes * kLineBytes;
     slot_at() = next <= segment_->turn_bytes() ? static_cast<uint32_t>(next) : 0;
   }
   posted_bytes_ = read_bytes_ = 0;
-  was_reused_ = false;
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -216,6 +215,7 @@ Status Group::compare(AgreementWords* common) {
 
 Status Group::run_piece(const Step* first, const Step* end, AgreementWords words) {
   const bool posts_first = first != end && sends(first->op);
+  reuses_posts_ = reuses_posts(first, end);
   Status status = begin_epoch();
   const Step* step = first;
   if (status.is_ok()) {
@@ -251,11 +251,17 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
   return status;
 }
 
+// Whether results take the place of large posts. The peer's writes then bring the lines back.
+bool Group::reuses_posts(const Step* first, const Step* end) const {
+  if (first == end || first->count * itemsize_ < kStayBytes / 2) return false;
+  return std::any_of(first, end, [this](const Step& step) {
+    return sends(step.op) && step.slot != rank_;
+  });
+}
+
 void Group::post(const Step& step) {
   char* place = place_of(step, rank_);
-  if (step.slot != rank_) {
-    was_reused_ = true;
-  } else if (!is_in_line(step, rank_)) {
+  if (step.slot == rank_ && !is_in_line(step, rank_)) {
     posted_bytes_ = std::max(posted_bytes_, (step.slot_off + step.count) * itemsize_);
   }
   direct_ ? post_address(step, place) : apply(step, place);
@@ -305,7 +311,7 @@ void Group::apply(const Step& step, char* place) {
       reduce_(into, left, from, static_cast<size_t>(count));
     } else if (into != from) {  // all_gather in place copies a block onto itself
       const auto nbytes = static_cast<size_t>(count * itemsize_);
-      if (sends(step.op)) {
+      if (sends(step.op) && !reuses_posts_) {
         copy_out_.copy(into, from, nbytes);
       } else {
         (past_cache_ ? copy_past_cache : copy_chunked)(into, from, nbytes);

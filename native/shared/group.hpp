@@ -74,6 +74,7 @@ class Group final : public Runner {
     input_.moved += loop.input_shift * times;
     output_.moved += loop.output_shift * times;
   }
+  bool reuses_posts(const Step* first, const Step* end) const;
   void post(const Step& step);
   Status run_step(const Step& step, int index);
   static bool reads(const Step& step) {
@@ -187,7 +188,7 @@ class Group final : public Runner {
   uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
   int64_t posted_bytes_ = 0;  // in this rank's slot of this epoch
   int64_t read_bytes_ = 0;    // in this epoch
-  bool was_reused_ = false;   // whether a post of this epoch took the place of its operand
+  bool reuses_posts_ = false;
   CopyOut copy_out_;          // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one
   bool past_cache_ = false;  // whether the moved data do not fit into the cache
