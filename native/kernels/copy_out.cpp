@@ -1,6 +1,6 @@
 #include "kernels/copy_out.hpp"
 
-#include <cstring>
+#include <algorithm>
 
 #include "core/clock.hpp"
 #include "kernels/kernels.hpp"
@@ -11,7 +11,7 @@ namespace {
 
 // Ordinary stores slower than this fetch lines from a distant core. Measured: 2 to 6 GB/s from
 // another socket, 20 and more from a shared cache.
-constexpr std::size_t kFarBytesPerNs = 8;
+constexpr int64_t kFarBytesPerNs = 8;
 
 // So many slow copies in a row show a distant core. A few also have page faults or lose their core.
 constexpr int kSlowCopies = 4;
@@ -22,10 +22,6 @@ constexpr int kFarCopies = 256;
 
 }  // namespace
 
-void CopyOut::copy_small(void* to, const void* from, std::size_t nbytes) {
-  if (nbytes != 0) std::memcpy(to, from, nbytes);
-}
-
 void CopyOut::copy_large(void* to, const void* from, std::size_t nbytes) {
   if (left_ > 0) {
     --left_;
@@ -33,11 +29,14 @@ void CopyOut::copy_large(void* to, const void* from, std::size_t nbytes) {
   }
   const int64_t start_ns = now_ns();
   copy_chunked(to, from, nbytes);
-  const auto elapsed_ns = static_cast<std::size_t>(now_ns() - start_ns);
-  slow_ = nbytes < elapsed_ns * kFarBytesPerNs ? slow_ + 1 : 0;
-  is_far_ = slow_ >= kSlowCopies;
-  if (is_far_) slow_ = kSlowCopies - 1;  // if the next one is slow, too, the core is still far
-  left_ = is_far_ ? kFarCopies : slow_ == 0 ? kNearCopies : 0;
+  note(nbytes, now_ns() - start_ns);
+}
+
+void CopyOut::note(std::size_t nbytes, int64_t elapsed_ns) {
+  const bool is_slow = static_cast<int64_t>(nbytes) < elapsed_ns * kFarBytesPerNs;
+  slow_ = is_slow ? std::min(slow_ + 1, kSlowCopies) : 0;
+  is_far_ = slow_ == kSlowCopies;
+  left_ = is_far_ ? kFarCopies : is_slow ? 0 : kNearCopies;
 }
 
 }  // namespace unisono
