@@ -182,8 +182,8 @@ class Ring {
 
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
-  uint64_t at_ = 0;         // this end's position
-  uint64_t other_ = 0;      // the other end's position, as last seen
+  uint64_t at_ = 0;     // this end's position
+  uint64_t other_ = 0;  // the other end's position, as last seen
   CopyOut copy_out_;
   uint64_t abort_end_ = 0;  // position of the frame after the aborted frame
 };

@@ -183,13 +183,13 @@ class Group final : public Runner {
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
-  bool direct_ = false;      // whether posts are addresses
-  bool has_failed_ = false;  // whether a direct read has failed
+  bool direct_ = false;           // whether posts are addresses
+  bool has_failed_ = false;       // whether a direct read has failed
   uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
-  int64_t posted_bytes_ = 0;  // in this rank's slot of this epoch
-  int64_t read_bytes_ = 0;    // in this epoch
+  int64_t posted_bytes_ = 0;      // in this rank's slot of this epoch
+  int64_t read_bytes_ = 0;        // in this epoch
   bool reuses_posts_ = false;
-  CopyOut copy_out_;          // into slots
+  CopyOut copy_out_;         // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one
   bool past_cache_ = false;  // whether the moved data do not fit into the cache
 };

@@ -90,8 +90,7 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
 // that only posts loses: the ranks that read would wait for one copying core instead of two.
 bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;
-  return has_more_to_do &&
-         huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
+  return has_more_to_do && huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
 }
 
 // Whether this program only moves large data, by steps whose next repetition continues at the end

@@ -95,7 +95,8 @@ void test_slots_move_after_large_calls() {
         places.insert(at);
       }
       const auto laps = static_cast<int64_t>(segment->turn_bytes()) / (nbytes / kLineBytes + 1);
-      const size_t expected = 2 * nbytes > kStayBytes ? static_cast<size_t>(laps / kLineBytes) + 1 : 1;
+      const size_t expected =
+        2 * nbytes > kStayBytes ? static_cast<size_t>(laps / kLineBytes) + 1 : 1;
       assert(places.size() == expected);
     });
   }
