@@ -16,8 +16,8 @@ def block(rank, call, nbytes):
 
 
 @pytest.mark.ranks(2, 3)
-def test_values_at_sizes_about_the_thresholds(rank, world_size):
-    p = world_size
+def test_values_at_sizes_about_the_thresholds(rank):
+    p = dist.get_world_size()
     for call, nbytes in enumerate([*SIZES, *reversed(SIZES)]):
         expected = [block(each, call, nbytes) for each in range(p)]
         mine, root = expected[rank].copy(), call % p
