@@ -34,6 +34,8 @@ PEERS = {
     "deepspeed": "DeepSpeed",
     "gloo": "Gloo",
 }
+# The columns of a page.
+COLUMNS = {**PEERS, "copy": "copy"}
 # The files of `unisono bench`, in the order of the table of README.md.
 RUNS = ("2-ranks", "peers", "busy", "4-ranks", "8-ranks", "2-hosts", "2-hosts-of-2")
 VERSIONS = {
@@ -163,10 +165,10 @@ def bench_table(rows: list[Document]) -> str:
     by_op = defaultdict(list)
     for row in rows:
         by_op[row["op"]].append(row)
-    peers = [p for p in PEERS if any(p in row["results"] for row in rows)]
+    peers = [p for p in COLUMNS if any(p in row["results"] for row in rows)]
     head = ["operation"]
     for peer in peers:
-        head += [f"/ {PEERS[peer]}", "best", "above 1", "worst"]
+        head += [f"/ {COLUMNS[peer]}", "best", "above 1", "worst"]
     found = [*by_op.items(), ("all", rows)]
     return table(head, [[op, *(c for p in peers for c in cells(of, p))] for op, of in found])
 
@@ -174,7 +176,7 @@ def bench_table(rows: list[Document]) -> str:
 def times_table(rows: list[Document]) -> str:
     """Return the times of all_reduce over sizes."""
     found = [row for row in rows if row["op"] == "all_reduce"]
-    libraries = [name for name in ("unisono", *PEERS) if name in found[0]["results"]]
+    libraries = [name for name in ("unisono", *COLUMNS) if name in found[0]["results"]]
     lines = []
     for row in found:
         # Sizes 32 times apart: a row for every size would make the table long.
@@ -184,7 +186,7 @@ def times_table(rows: list[Document]) -> str:
                 for name in libraries
             ]
             lines.append([size(row["size_bytes"]), *map(short, times)])
-    return table(["size", *(PEERS.get(name, name) for name in libraries)], lines)
+    return table(["size", *(COLUMNS.get(name, name) for name in libraries)], lines)
 
 
 def cells(rows: list[Document], peer: str) -> list[str]:

@@ -38,8 +38,8 @@ void Ring::choose_bytes(size_t bytes) {
 void Ring::write(const void* from, size_t nbytes) {
   const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
-  copy_bytes(data_ + at, from, first);
-  if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
+  copy_out_.copy(data_ + at, from, first);
+  if (first < nbytes) copy_out_.copy(data_, static_cast<const char*>(from) + first, nbytes - first);
   at_ += nbytes;
 }
 

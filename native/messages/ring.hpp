@@ -16,6 +16,7 @@
 #include <cstring>
 #include <memory>
 
+#include "kernels/copy_out.hpp"
 #include "shared/layout.hpp"
 
 namespace unisono {
@@ -23,8 +24,11 @@ namespace unisono {
 // A ring takes this much of a message before its receiver must read. Larger: writer and reader use
 // more of their caches, and 64 ranks use more memory. Smaller: they wait for each other more often,
 // which costs most if there are more ranks than cores.
+//
+// Wide: more than a core's own cache, so that neither core holds the lines that the writer fills.
+// To take them from the reader's cache costs twice the time.
 constexpr size_t kRingBytes = 128 * 1024;
-constexpr size_t kWideRingBytes = 512 * 1024;
+constexpr size_t kWideRingBytes = 2048 * 1024;
 
 // Up to this many ranks on a host have wide rings: 12 rings for 4 ranks.
 constexpr int kFewRanks = 4;
@@ -114,7 +118,6 @@ struct InboxHead {
   Bells bells;
 };
 
-constexpr size_t kPageBytes = 4096;
 // Untouched pages take no memory.
 constexpr size_t kRingStride = kPageBytes + kWideRingBytes;
 static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes, "layout");
@@ -180,8 +183,9 @@ class Ring {
 
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
-  uint64_t at_ = 0;         // this end's position
-  uint64_t other_ = 0;      // the other end's position, as last seen
+  uint64_t at_ = 0;     // this end's position
+  uint64_t other_ = 0;  // the other end's position, as last seen
+  CopyOut copy_out_;
   uint64_t abort_end_ = 0;  // position of the frame after the aborted frame
 };
 

@@ -34,6 +34,7 @@ void Group::end_epoch(Code code) {
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
   if (is_over) {
+    turn_slot();
     epoch_.store(epoch() + 1, std::memory_order_relaxed);
   } else {
     has_stopped_.store(true, std::memory_order_relaxed);
@@ -142,14 +143,6 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
   return true;
 }
 
-bool Group::fits_slot(const Step& step, int64_t itemsize) const {
-  if (step.op == kCopy || step.op == kReduce) return true;
-  const int64_t slot_end = (step.slot_off + step.count) * itemsize;
-  return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 &&
-         slot_end <= static_cast<int64_t>(segment_->slot_bytes()) && step.stage > 0 &&
-         step.stage < static_cast<int64_t>(kStages);
-}
-
 // Wait until this rank's words and slot may be written.
 Status Group::begin_epoch() {
   const uint64_t previous = (epoch() - 1) * kStages;
@@ -167,7 +160,9 @@ Status Group::begin_epoch() {
 // Enter the epoch and publish a stage of it. Nothing may stand between the two stores. Other ranks
 // poll this cache line, and to take it back from them costs 0.1 us each time.
 void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
-  segment_->words(rank_).line(epoch()).agreement = words;
+  AgreementWords& mine = segment_->words(rank_).line(epoch()).agreement;
+  mine = words;
+  mine.slot_at = slot_at();
   publish(stage);
 }
 
@@ -205,6 +200,7 @@ Status Group::compare(AgreementWords* common) {
 
 Status Group::run_piece(const Step* first, const Step* end, AgreementWords words) {
   const bool posts_first = first != end && sends(first->op);
+  reuses_posts_ = reuses_posts(first, end);
   Status status = begin_epoch();
   const Step* step = first;
   if (status.is_ok()) {
@@ -250,6 +246,9 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
 
 void Group::post(const Step& step) {
   char* place = place_of(step, rank_);
+  if (step.slot == rank_ && !is_in_line(step, rank_)) {
+    posted_bytes_ = std::max(posted_bytes_, (step.slot_off + step.count) * itemsize_);
+  }
   direct_ ? post_address(step, place) : apply(step, place);
 }
 
@@ -263,6 +262,7 @@ Status Group::run_step(const Step& step, int index) {
     Status status = wait_for_post(step, index);
     if (!status.is_ok()) return status;
     place = place_of(step, step.peer);
+    read_bytes_ += step.count * itemsize_;
     if (direct_) {
       read_posted(step, place);
       return {};

@@ -9,6 +9,7 @@
 
 #include "core/fork_guard.hpp"
 #include "core/program.hpp"
+#include "kernels/copy_out.hpp"
 #include "shared/process_handle.hpp"
 #include "shared/remote_read.hpp"
 #include "shared/segment.hpp"
@@ -73,6 +74,7 @@ class Group final : public Runner {
     input_.moved += loop.input_shift * times;
     output_.moved += loop.output_shift * times;
   }
+  bool reuses_posts(const Step* first, const Step* end) const;
   void post(const Step& step);
   Status run_step(const Step& step, int index);
   Status run_sum(const Step* first, const Step* last, int index);
@@ -92,13 +94,16 @@ class Group final : public Runner {
   }
   char* place_of(const Step& step, int64_t poster) const {
     const auto rank = static_cast<int>(step.slot);
-    char* first = is_in_line(step, poster) ? segment_->words(rank).line(epoch()).post
-                                           : segment_->slot(rank, epoch());
-    return first + step.slot_off * itemsize_;
+    EpochLine& line = segment_->words(rank).line(epoch());
+    if (is_in_line(step, poster)) return line.post + step.slot_off * itemsize_;
+    const uint32_t at = rank == rank_ ? slot_at() : line.agreement.slot_at;
+    return segment_->slot(rank, epoch(), at) + step.slot_off * itemsize_;
   }
   // After all ranks have entered this epoch, so that none reads the line of the epoch before. The
   // next call then need not wait for the line. Not before a post in the slot: the next call would
   // wait for the slot with the line in hand, and lose it to a rank that polls it.
+  uint32_t& slot_at() { return slot_at_[epoch() & 1]; }
+  uint32_t slot_at() const { return slot_at_[epoch() & 1]; }
   void prefetch_next_line() { segment_->words(rank_).line(epoch() + 1).prefetch(); }
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   const char* operand_of(const Step& step, int64_t done, int64_t* count) const;
@@ -110,7 +115,7 @@ class Group final : public Runner {
   // reading. To begin a call a second time costs a third.
   static constexpr int kDirectPause = 256;
 
-  uint64_t direct_bits(const Program& program, const Buffers& buffers);
+  uint32_t direct_bits(const Program& program, const Buffers& buffers);
   bool is_worth_reading(const Program& program, bool* posts);
   bool fits_direct(const Program& program) const;
   bool pays_off(const Range& post, bool has_more_to_do);
@@ -142,6 +147,7 @@ class Group final : public Runner {
            theirs.ended_in.load(std::memory_order_relaxed) <= epoch();
   }
   void end_epoch(Code code);
+  void turn_slot();
   uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
   bool has_stopped() const { return has_stopped_.load(std::memory_order_relaxed); }
 
@@ -179,8 +185,13 @@ class Group final : public Runner {
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFns reduce_;
-  bool direct_ = false;      // whether posts are addresses
-  bool has_failed_ = false;  // whether a direct read has failed
+  bool direct_ = false;           // whether posts are addresses
+  bool has_failed_ = false;       // whether a direct read has failed
+  uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
+  int64_t posted_bytes_ = 0;      // in this rank's slot of this epoch
+  int64_t read_bytes_ = 0;        // in this epoch
+  bool reuses_posts_ = false;
+  CopyOut copy_out_;         // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one
   bool past_cache_ = false;  // whether the moved data do not fit into the cache
 };

@@ -22,9 +22,6 @@ namespace {
 // Smallest post to read directly. Below it, process_vm_readv costs more than the copy.
 constexpr int64_t kDirectBytes = 128 * 1024;
 
-// Largest post that both the poster and its reader find in their caches.
-constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
-
 // How long a rank with a core of its own stays awake while other ranks read. To sleep and wake
 // would add a fifth to a broadcast of 4 MiB, which is read in 75 us.
 constexpr int64_t kReadingNs = 300'000;
@@ -32,7 +29,7 @@ constexpr int64_t kReadingNs = 300'000;
 }  // namespace
 
 // This rank's word about direct reading in the call that it begins: bits of DirectReading.
-uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
+uint32_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
   if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
   past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
@@ -90,13 +87,10 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
 
 // Whether direct reading of this post saves time. The kernel copies small pages in three times the
 // time. With a quarter in small pages a rank loses what it saves by not filling its slot. A rank
-// that only posts saves nothing there: it gains only if the kernel's copy is faster than a copy out
-// of a slot.
+// that only posts loses: the ranks that read would wait for one copying core instead of two.
 bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;
-  const bool is_faster = post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
-  if (!has_more_to_do && !is_faster) return false;
-  return huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
+  return has_more_to_do && huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
 }
 
 // Whether this program only moves large data, by steps whose next repetition continues at the end
@@ -150,7 +144,7 @@ void Group::read_posted(const Step& step, const char* place) {
 Status Group::finish_direct() {
   Status status = begin_epoch();
   if (!status.is_ok()) return status;
-  enter_epoch({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
+  enter_epoch({0, 1, has_failed_ ? kFailed : uint32_t{0}}, 0);
   const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
   for (int i = 1; i < ranks_; ++i) {
     const int peer = other(i);

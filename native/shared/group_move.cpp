@@ -18,6 +18,7 @@ Status Group::run_sum(const Step* first, const Step* last, int index) {
     if (!reads(*step)) continue;
     const Status status = wait_for_post(*step, index + static_cast<int>(step - first));
     if (!status.is_ok()) return status;
+    read_bytes_ += step->count * itemsize_;
   }
   float sum[kSumBlock];
   const bool swaps = first->op == kRecvReduce && first->peer < rank_;  // as in apply()
@@ -68,8 +69,12 @@ void Group::apply(const Step& step, char* place) {
     } else if (reduces(step.op)) {
       reduce_.step(into, left, from, static_cast<size_t>(count));
     } else if (into != from) {  // all_gather in place copies a block onto itself
-      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
-      copy(into, from, static_cast<size_t>(count * itemsize_));
+      const auto nbytes = static_cast<size_t>(count * itemsize_);
+      if (sends(step.op) && !reuses_posts_) {
+        copy_out_.copy(into, from, nbytes);
+      } else {
+        (past_cache_ ? copy_past_cache : copy_chunked)(into, from, nbytes);
+      }
     }
   }
 }

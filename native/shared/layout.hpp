@@ -28,11 +28,23 @@ constexpr uint64_t kStages = 4096;
 // closer disturb each other even if they lie in different lines.
 constexpr size_t kInterferenceBytes = 128;
 
+// How far the slots of a parity of all ranks together move through memory before they come back.
+// More than a core's own cache, so that neither core holds the lines that a post writes. To take
+// lines from the reader's cache costs 2 to 4 times the write.
+constexpr size_t kTurnBytes = size_t{3} << 19;
+
+// Slots stay where they are after calls that move no more than this: all of it stays in the
+// fastest cache.
+constexpr int64_t kStayBytes = 8192;
+
+constexpr int64_t kLineBytes = 64;
+constexpr size_t kPageBytes = 4096;
+
 // Size of the random numbers that identify a process or its memory.
 constexpr size_t kNonceBytes = 16;
 
 // A rank's word about direct reading; see group_direct.cpp.
-enum DirectReading : uint64_t {
+enum DirectReading : uint32_t {
   kWilling = 1,         // the rank has no post that must go into the slot
   kPostsAddresses = 2,  // the slot of the rank holds addresses of posts
   kFailed = 4,          // the rank could not read a post

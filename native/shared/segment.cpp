@@ -16,8 +16,13 @@ namespace {
 
 constexpr uint64_t kMagic = 0x316f6e6f73696e75;  // "unisono1"
 
+// How much memory a rank has for the slots of each parity.
+size_t room_bytes(size_t ranks, size_t slot_bytes) {
+  return slot_bytes + kTurnBytes / ranks / kPageBytes * kPageBytes;
+}
+
 size_t total_bytes(size_t ranks, size_t slot_bytes) {
-  return sizeof(Header) + ranks * sizeof(RankWords) + ranks * 2 * slot_bytes;
+  return sizeof(Header) + ranks * sizeof(RankWords) + ranks * 2 * room_bytes(ranks, slot_bytes);
 }
 
 }  // namespace
@@ -86,6 +91,7 @@ void Segment::locate() {
   words_ = reinterpret_cast<RankWords*>(static_cast<char*>(base_) + sizeof(Header));
   slots_ = reinterpret_cast<char*>(words_ + header_->ranks);
   slot_bytes_ = header_->slot_bytes;
+  room_bytes_ = room_bytes(header_->ranks, slot_bytes_);
 }
 
 }  // namespace unisono

@@ -32,9 +32,13 @@ class Segment {
   size_t bytes() const { return bytes_; }
 
   RankWords& words(int rank) const { return words_[rank]; }
-  char* slot(int rank, uint64_t epoch) const {
-    return slots_ + (2 * static_cast<size_t>(rank) + (epoch & 1)) * slot_bytes_;
+  // A rank's slot in an epoch begins `at` bytes into its room for the epochs of that parity. The
+  // rank publishes `at` with its words.
+  char* slot(int rank, uint64_t epoch, uint32_t at) const {
+    return slots_ + (2 * static_cast<size_t>(rank) + (epoch & 1)) * room_bytes_ + at;
   }
+  // The largest `at`.
+  uint32_t turn_bytes() const { return static_cast<uint32_t>(room_bytes_ - slot_bytes_); }
 
  private:
   int map(int fd);
@@ -47,6 +51,7 @@ class Segment {
   RankWords* words_ = nullptr;
   char* slots_ = nullptr;
   size_t slot_bytes_ = 0;
+  size_t room_bytes_ = 0;
 };
 
 }  // namespace unisono

@@ -31,6 +31,7 @@ from unisono.workbench.bench.plan import (
     OPS,
     REDOPS,
     BenchPlan,
+    Case,
     LoopPlan,
     SizeRange,
     cases,
@@ -526,6 +527,41 @@ def test_peers_run_in_the_same_processes_and_are_right(bench, tmp_path, peers):
             assert found["results"][library]["wrong"] == 0, (found["op"], library)
     assert {"torch", *(["mpi4py", "mpi"] if "mpi" in peers else [])} <= set(document["machine"])
     assert [out.count(f"# unisono / {peer}") for peer in peers] == [len(OPS)] * len(peers)
+
+
+def test_a_plain_copy_has_the_bytes_that_a_rank_must_get(bench, tmp_path):
+    path = tmp_path / "out.json"
+    words = ("-b", "128K", "-e", "512K", "-f", 4, *QUICK, "--peer", "copy", "--json", path)
+    code, out, err = bench("all", *words)
+    assert (code, err) == (0, "")
+    document = json.loads(path.read_text())
+    for found in document["rows"]:
+        copy = found["results"]["copy"]
+        # Below 256 KiB it would show the time of a call in Python.
+        assert (copy is not None) == (found["size_bytes"] >= 256 << 10), found
+        assert copy is None or (copy["wrong"] is None and copy["time_us"] > 0)
+    assert [text for text in document["notes"] if "WRONG" in text] == []
+    assert out.count("# unisono / copy") == len(OPS) - 1  # barrier has no bytes
+
+
+@pytest.mark.parametrize("nprocs", [2, 5])
+@pytest.mark.parametrize("root", [0, 1])
+def test_bytes_that_a_copy_moves_are_those_that_ranks_receive(nprocs, root):
+    plan = BenchPlan(tuple(OPS), nprocs, root=root, dtype="int8")
+    part, whole = 60, 60 * nprocs
+    every = {
+        "all_reduce": 2 * (nprocs - 1) * whole // nprocs,
+        "all_gather": (nprocs - 1) * part,
+        "reduce_scatter": (nprocs - 1) * part,
+        "all_to_all": (nprocs - 1) * part,
+        "sendrecv": whole,
+    }
+    at_root = {"reduce": whole, "gather": (nprocs - 1) * part}
+    elsewhere = {"broadcast": whole, "scatter": part}
+    for op in set(OPS) - {"barrier"}:
+        for rank in range(nprocs):
+            expected = every.get(op, at_root.get(op, 0) if rank == root else elsewhere.get(op, 0))
+            assert plan.copied(Case(op, part, whole), rank) == expected, (op, rank)
 
 
 def peer(name, *modules):

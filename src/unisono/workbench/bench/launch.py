@@ -31,13 +31,13 @@ from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.spawn import SpawnContext
 from unisono.testing.hosts import Host, Network, why_no_hosts
 from unisono.workbench.bench.peers import how_to_install, mpiexec, peer_file, variables
-from unisono.workbench.bench.plan import MPI_PEERS, BenchPlan
+from unisono.workbench.bench.plan import COPY, MPI_PEERS, BenchPlan
 from unisono.workbench.bench.worker import QUEUE, TURN, work, worker_command
 
 _MODULES = {
     **{"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)},
     **{"nccl": ("torch",), "nccl4py": ("torch", "nccl"), "cuda": ("torch", "nccl")},
-    "bfloat16": ("ml_dtypes",),
+    **{"bfloat16": ("ml_dtypes",), COPY: ()},
     **{"intel-mpi": ("mpi4py",), "open-mpi": ("mpi4py",), "deepspeed": ("torch",)},
 }
 _EXTRAS = {

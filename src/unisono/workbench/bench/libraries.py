@@ -29,9 +29,11 @@ from unisono.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from unisono.workbench.bench.algorithms import named
 from unisono.workbench.bench.data import Data, to_tensor
 from unisono.workbench.bench.peers import peer_file
-from unisono.workbench.bench.plan import MPI_PEERS, PEERS, REDOPS, BenchPlan
+from unisono.workbench.bench.plan import COPY, MPI_PEERS, PEERS, REDOPS, BenchPlan
 
 TimedCall = Callable[[], object]
+
+_COPY_BYTES = 256 << 10
 
 
 class BenchLibrary(Protocol):
@@ -210,6 +212,41 @@ class _DeepSpeed:
         """Do nothing: it has no end."""
 
 
+class _Copy:
+    """A plain copy of as many bytes as a rank must get, out of memory of the next rank.
+
+    No call over shared memory that copies each byte once can be faster.
+    """
+
+    name = COPY
+
+    def call(self, data: Data) -> TimedCall:
+        plan = data.plan
+        if data.case.nbytes < _COPY_BYTES:
+            raise UnsupportedError(f"below {_COPY_BYTES} bytes it would show the time of a call")
+        sizes = [plan.copied(data.case, rank) for rank in range(plan.nprocs)]
+        shared = unisono.shared_array((plan.nprocs, max(sizes)), np.uint8)
+        # Each rank's memory is in its core's cache, as far as it fits.
+        shared.array[data.rank] = 1
+        nbytes = sizes[data.rank]
+        source = shared.array[(data.rank + 1) % plan.nprocs, :nbytes]
+        copy = partial(np.copyto, np.full(nbytes, 2, np.uint8), source)
+        if data.case.op != "sendrecv":
+            return copy
+
+        def both_messages() -> None:
+            copy()
+            copy()
+
+        return both_messages
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: the memory ends with its views."""
+
+
 class _NCCL4Py:
     """NCCL through nccl4py alone, on the default stream, where torch's calls are, too."""
 
@@ -283,6 +320,8 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Benc
         return _MPI(name)
     if name == "deepspeed":
         return _DeepSpeed(rank, plan, store)
+    if name == COPY:
+        return _Copy()
     if name == "nccl4py":
         return _NCCL4Py(rank, plan, store)
     if name not in PEERS:

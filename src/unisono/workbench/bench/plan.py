@@ -20,7 +20,10 @@ GPU_PEERS = ("nccl", "nccl4py")
 MPI_PEERS = ("mpi", "intel-mpi", "open-mpi")
 """MPI libraries: that of this Python's environment, and those of folders of their own."""
 
-PEERS = ("gloo", *MPI_PEERS, "deepspeed", *GPU_PEERS)
+COPY = "copy"
+"""The peer that only copies: what the memory of this machine allows, see `BenchPlan.copied`."""
+
+PEERS = ("gloo", *MPI_PEERS, "deepspeed", *GPU_PEERS, COPY)
 
 REDOPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 """nccl-tests' name of a reduce op -> torch's."""
@@ -238,6 +241,13 @@ class BenchPlan:
         share = self.nprocs // self.hosts if self.hosts > 1 else 1
         peer = (rank // share ^ 1) * share + rank % share
         return peer if peer < self.nprocs else None
+
+    def copied(self, case: Case, rank: int) -> int:
+        """Return the bytes of other ranks that a rank must get: those of busbw."""
+        op, is_root = OPS[case.op], rank == self.root
+        receives = is_root == (case.op in ("reduce", "gather")) if op.rooted else True
+        share = 1 / self.nprocs if case.op == "scatter" else op.bus_factor(self.nprocs)
+        return round(case.nbytes * share) if receives else 0
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return the pairs of `peer_of`, the lower rank first."""

@@ -43,7 +43,7 @@ from unisono.workbench.bench.libraries import (
     open_library,
     slowest,
 )
-from unisono.workbench.bench.plan import OPS, BenchPlan, Case, cases
+from unisono.workbench.bench.plan import COPY, OPS, BenchPlan, Case, cases
 
 QUEUE = "bench/messages"
 """Key of the queue in the store into which the ranks push JSON for the command."""
@@ -194,7 +194,8 @@ class _BenchRank:
         if self._total(bool(problem)):
             self._note(problem or f"{library.name} fails on another rank in {data.case.op}")
             return None
-        wrong = self._total(data.count_wrong()) if self._plan.loop.check else None
+        checks = self._plan.loop.check and library.name != COPY
+        wrong = self._total(data.count_wrong()) if checks else None
         if wrong and not own:
             self._note(f"{library.name}: {wrong} WRONG elements, first in {data.case.op}")
         return _Ready(library.name, call, wrong)

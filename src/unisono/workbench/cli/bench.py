@@ -77,7 +77,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_algorithms(parser, f"one, or several that take turns, each a {HELP}", metavar="A,B")
     peers = (
         "gloo or nccl (torch.distributed), nccl4py, deepspeed (its sum in shared memory), mpi "
-        "(that of mpi4py, such as MPICH), intel-mpi or open-mpi; may be repeated"
+        "(that of mpi4py, such as MPICH), intel-mpi, open-mpi, or copy (a plain copy of the bytes "
+        "that a rank must get from others, at memory's limit); may be repeated"
     )
     how: dict[str, Any] = {"action": "append", "choices": PEERS, "default": [], "metavar": "NAME"}
     add("--peer", help=f"also measure {peers}", **how)
