@@ -1,4 +1,4 @@
-// Why a session has failed, in words.
+// What a session refuses of a stranger, and why it has failed, in words.
 #include <algorithm>
 #include <cstring>
 
@@ -14,12 +14,26 @@ constexpr unsigned long kVerifyFailed = 134;
 constexpr unsigned long kSecretReasons[] = {118, 253, 1040, 1047, 1051, 1115};
 constexpr unsigned long kOldReasons[] = {258, 266, 1070};
 
+constexpr std::size_t kRecordHeadBytes = 5;
+constexpr std::size_t kMostHelloBytes = 4096;
+
 template <std::size_t n>
 bool contains(const unsigned long (&reasons)[n], unsigned long reason) {
   return std::find(std::begin(reasons), std::end(reasons), reason) != std::end(reasons);
 }
 
 }  // namespace
+
+// Whether the first message announces more than any client of ours sends. OpenSSL would allocate it.
+bool TlsSession::is_huge_hello(const char* data, std::size_t nbytes) {
+  // Of the record: type, version (2), length (2); of the message: type, length (3).
+  while (nbytes-- != 0 && greeted_ != sizeof(greeting_)) greeting_[greeted_++] = *data++;
+  if (greeted_ < kRecordHeadBytes) return false;
+  // A record that ends before the length of the message would hide it.
+  if (greeting_[3] == 0 && greeting_[4] < 4) return true;
+  if (greeted_ < sizeof(greeting_)) return false;
+  return greeting_[6] != 0 || greeting_[7] >= kMostHelloBytes >> 8;
+}
 
 void TlsSession::explain() {
   const unsigned long error = call_.ERR_peek_error();

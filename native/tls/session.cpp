@@ -35,7 +35,6 @@ constexpr std::size_t kBatchBytes = 16 * kRecordBytes;
 // message would cost more than to copy them. The buffer is small until OpenSSL asks for a long one.
 constexpr std::size_t kBufferBytes = 16 * kRecordBytes;
 constexpr std::size_t kGreetingBytes = 4096;
-constexpr std::size_t kMostHelloBytes = 4096;
 // From this many bytes on a connection takes new keys. AES-GCM needs them after 2^24.5 records.
 constexpr std::size_t kUpdateBytes = std::size_t{1} << 36;
 
@@ -230,10 +229,8 @@ ssize_t TlsSession::read(const iovec* parts, int count, int flags) {
   // Most looks at a wire find nothing, and OpenSSL takes as long to say so as the system.
   if (why_.empty() && taken_ == got_ && call_.SSL_has_pending(session_) == 0) {
     fetch(nullptr, 0);
-    if (would_block(errno_)) {
-      errno = errno_;
-      return -1;
-    }
+    errno = errno_;
+    if (would_block(errno)) return -1;
   }
   call_.ERR_clear_error();  // of other users of OpenSSL in this thread
   ssize_t got = 0;
@@ -308,10 +305,8 @@ bool TlsSession::put(const char* data, std::size_t nbytes) {
 // the error is errno_.
 int TlsSession::fetch(char* into, std::size_t nbytes) {
   // The system reports the end of a connection, or why it broke, only once.
-  if (has_ended_ || lost_ != 0) {
-    errno_ = lost_;
-    return has_ended_ ? 0 : -1;
-  }
+  errno_ = lost_;
+  if (has_ended_ || lost_ != 0) return has_ended_ ? 0 : -1;
   taken_ = got_ = 0;
   iovec parts[2] = {{into, nbytes}, {in_.data(), in_.size()}};
   msghdr message{};
@@ -354,22 +349,10 @@ int TlsSession::hand_over(char* into, std::size_t nbytes) {
   if (count == 0) is_cut_ = !begins;
   if (count <= 0) return count;
   was_whole_ = static_cast<std::size_t>(count) == nbytes;
-  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count))) {
-    return count;
-  }
+  const bool is_greeting = is_server_ && !is_ready_;
+  if (!is_greeting || !is_huge_hello(into, static_cast<std::size_t>(count))) return count;
   errno_ = EMSGSIZE;
   return -1;
-}
-
-// Whether the first message announces more than any client of ours sends. OpenSSL would allocate it.
-bool TlsSession::is_huge_hello(const char* data, std::size_t nbytes) {
-  // Of the record: type, version (2), length (2); of the message: type, length (3).
-  while (nbytes-- != 0 && greeted_ != sizeof(greeting_)) greeting_[greeted_++] = *data++;
-  if (greeted_ < kRecordHeadBytes) return false;
-  // A record that ends before the length of the message would hide it.
-  if (greeting_[3] == 0 && greeting_[4] < 4) return true;
-  if (greeted_ < sizeof(greeting_)) return false;
-  return greeting_[6] != 0 || greeting_[7] >= kMostHelloBytes >> 8;
 }
 
 // Send what is encrypted. False: errno has the reason.
