@@ -6,6 +6,7 @@ import threading
 import pytest
 
 import unisono
+from unisono.core.base.net import unencrypted
 from unisono.errors import StoreKeyError, StoreTimeoutError, UnsupportedError
 from unisono.testing.store_suite import STORE_CHECKS, check_store
 
@@ -67,6 +68,21 @@ def test_the_host_of_the_server_is_known_through_prefixes():
     nested = torch_dist.PrefixStore("a", torch_dist.PrefixStore("b", server))
     assert TorchStore(nested).host == "127.0.0.1"
     assert make("hash").host is None
+
+
+@pytest.mark.parametrize("mode", ["on", "cert"])
+def test_a_store_of_torch_on_another_host_is_refused(monkeypatch, mode):
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    assert make("tcp").host == "127.0.0.1"
+    make("hash")
+    server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(unencrypted, "_is_here", lambda host, port: False)
+    with pytest.raises(UnsupportedError) as caught:
+        TorchStore(torch_dist.PrefixStore("a", server))
+    assert caught.value.what == (
+        f"the connection of torch's TCPStore to 127.0.0.1:{server.port} is not encrypted by "
+        f"unisono, which UNISONO_TLS={mode} forbids"
+    )
 
 
 class Memory(torch_dist.Store):

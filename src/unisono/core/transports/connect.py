@@ -13,6 +13,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.unencrypted import check_unencrypted
 from unisono.core.base.process_identity import Life, describe, life_of, new_user
 from unisono.core.base.text import by_rank, name_ranks
 from unisono.core.platform.machine import usable_cores
@@ -37,6 +38,7 @@ from unisono.errors import (
 
 _LOG = get_logger("transports")
 _UNKNOWN = "-"
+_OURS = ("tcp", "inproc")
 _BETWEEN_HOSTS = re.compile(r"\+TLS-by-(token|certificate)$")
 
 # Begins what a rank publishes that cannot listen: an error, not an address.
@@ -80,7 +82,7 @@ def connect(
     Raises:
         RendezvousError: Some ranks never came, or cannot listen; names them.
         UnsupportedError: Some ranks have the C++ engine, others not, or another version, or some
-            have another transport.
+            have another transport, or one that does not encrypt although UNISONO_TLS asks for it.
     """
     addresses: list[str] = []
     try:
@@ -114,7 +116,11 @@ def connect(
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
-        _check_transports([name for name, _ in named], rank, is_near=on_one_host(hosts, trips_us))
+        is_near = on_one_host(hosts, trips_us)
+        _check_transports([name for name, _ in named], rank, is_near=is_near)
+        if not (is_near or transport.protection or transport.name in _OURS):
+            what = f"what the transport {transport.name!r} sends between hosts"
+            check_unencrypted(what, "use UNISONO_TRANSPORT=tcp", warns=rank == 0)
         _check_engines(hosts, endpoints, rank)
         addresses += (address for _, address in named)
         transport.world_number = number
