@@ -404,7 +404,8 @@ def test_ranks_on_two_hosts_and_encryption(monkeypatch, caplog, mode):
             dist.all_reduce(x)
             assert x.get().tolist() == [2.0]
 
-    for hosts in ("aa", "ab"):
+    # The fake NCCL has a store of its own, which needs certificates.
+    for hosts in ("aa", "ab")[mode == "cert" :]:
         monkeypatch.setattr(link, "this_host", lambda: hosts[fake_cuda.current_device()])  # noqa: B023
         on_gpus(2, body)
         logged = [line for line in caplog.messages if line.startswith("what NCCL sends between")]
