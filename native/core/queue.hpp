@@ -32,7 +32,7 @@ struct Task {
   Runner* runner = nullptr;  // nullptr: Python runs the call
   Program program{};
   Buffers buffers{};
-  ReduceFns reduce{};
+  ReduceFns reduce;
   AgreementWords words{};
   int64_t deadline_ns = 0;
   uint64_t seq = 0;       // set by push()
