@@ -396,8 +396,8 @@ def test_ranks_on_two_hosts_and_encryption(monkeypatch, caplog, mode):
             with pytest.raises(UnsupportedError) as caught:
                 dist.all_reduce(x)
             assert caught.value.what == (
-                "all_reduce: what NCCL sends between the hosts of group 'default' is not encrypted by "
-                f"unisono, which UNISONO_TLS={mode} forbids"
+                "all_reduce: what NCCL sends between the hosts of group 'default' is not encrypted "
+                f"by unisono, which UNISONO_TLS={mode} forbids"
             )
             assert x.get().tolist() == [1.0]
         else:

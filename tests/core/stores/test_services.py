@@ -109,7 +109,7 @@ def test_pools_and_unix_sockets_of_redis(tmp_path, elsewhere, monkeypatch):
     import redis
 
     monkeypatch.setenv("UNISONO_TLS", "on")
-    with pytest.raises(StoreConnectionError, match="redis.sock"):
+    with pytest.raises(StoreConnectionError, match=r"redis\.sock"):
         RedisStore(unix_socket_path=f"{tmp_path}/redis.sock", timeout=0.1)
     monkeypatch.undo()
     monkeypatch.setenv("UNISONO_TLS", "on")

@@ -48,10 +48,14 @@ def test_a_transport_that_does_not_encrypt_is_refused_between_hosts(monkeypatch,
             connect(store, rank, 2, Deadline(60), "unix", lambda: f"host{rank}")
         return caught.value.what
 
-    assert on_threads(*(partial(rank_thread, rank) for rank in range(2))) == [
-        "what the transport 'unix' sends between hosts is not encrypted by unisono, which "
-        f"UNISONO_TLS={mode} forbids"
-    ] * 2
+    assert (
+        on_threads(*(partial(rank_thread, rank) for rank in range(2)))
+        == [
+            "what the transport 'unix' sends between hosts is not encrypted by unisono, which "
+            f"UNISONO_TLS={mode} forbids"
+        ]
+        * 2
+    )
 
 
 def every_call(rank):

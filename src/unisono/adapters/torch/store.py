@@ -54,7 +54,12 @@ class TorchStore(Store):
         super().__init__(store.timeout)
         self._store = store
         if self.host is not None:
-            check_call(f"torch's {type(self._inner).__name__}", self.host, getattr(self._inner, "port", 0), _PLAIN_HINT)
+            check_call(
+                f"torch's {type(self._inner).__name__}",
+                self.host,
+                getattr(self._inner, "port", 0),
+                _PLAIN_HINT,
+            )
 
     @property
     def _inner(self) -> Any:

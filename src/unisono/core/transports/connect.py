@@ -116,11 +116,7 @@ def connect(
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
-        is_near = on_one_host(hosts, trips_us)
-        _check_transports([name for name, _ in named], rank, is_near=is_near)
-        if not (is_near or transport.protection or transport.name in _OURS):
-            what = f"what the transport {transport.name!r} sends between hosts"
-            check_unencrypted(what, "use UNISONO_TRANSPORT=tcp", warns=rank == 0)
+        _check_transports([n for n, _ in named], transport, is_near=on_one_host(hosts, trips_us))
         _check_engines(hosts, endpoints, rank)
         addresses += (address for _, address in named)
         transport.world_number = number
@@ -173,18 +169,21 @@ def _publish(
     return number, [] if failed else [list(column) for column in zip(*rows, strict=True)]
 
 
-def _check_transports(names: Sequence[str], rank: int, *, is_near: bool) -> None:
-    """Check that all ranks have transports of one name, which understand each other."""
+def _check_transports(names: Sequence[str], mine: Transport, *, is_near: bool) -> None:
+    """Check that all ranks have transports of one name, and that it may leave the host."""
     if is_near:  # nothing goes to another host
         names = [_BETWEEN_HOSTS.sub("", name) for name in names]
     if len(set(names)) > 1:
         shown = by_rank(enumerate(names))
         raise UnsupportedError(
             f"the ranks of a world must have one transport, but they have {shown}",
-            context=Context(rank=rank, world_size=len(names)),
+            context=Context(rank=mine.rank, world_size=len(names)),
             hint="give all ranks the same UNISONO_TRANSPORT, UNISONO_TLS, UNISONO_TOKEN and "
             "CPUOptions.transport",
         )
+    if not (is_near or mine.protection or mine.name in _OURS):
+        what = f"what the transport {mine.name!r} sends between hosts"
+        check_unencrypted(what, "use UNISONO_TRANSPORT=tcp", warns=mine.rank == 0)
 
 
 def _check_engines(hosts: Sequence[str], endpoints: Sequence[str], rank: int) -> None:

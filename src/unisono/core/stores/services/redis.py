@@ -91,7 +91,9 @@ class RedisStore(ServiceStore):
     def _plain(self, kinds: Any) -> list[tuple[str, int]]:
         """Return the server that is called without TLS, as the client's pool has it."""
         pool = self._redis.connection_pool
-        if issubclass(pool.connection_class, (kinds.SSLConnection, kinds.UnixDomainSocketConnection)):
+        if issubclass(
+            pool.connection_class, (kinds.SSLConnection, kinds.UnixDomainSocketConnection)
+        ):
             return []
         # A pool of the user, of Sentinel for example, may find its server elsewhere.
         known = pool.connection_kwargs
