@@ -23,6 +23,16 @@ def test_only_calls_of_this_host_may_be_plain(monkeypatch, mode):
         assert caught.value.hint == "do this"
 
 
+def test_all_ranks_refuse_an_address_that_they_share(monkeypatch):
+    """Also the ranks of that host."""
+    monkeypatch.setattr(unencrypted, "_is_here", lambda host, port: True)
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    check_call("a client", "localhost", 80, "", is_shared=True)
+    check_call("a client", "198.51.100.1", 80, "")
+    with pytest.raises(UnsupportedError, match="is not encrypted by unisono"):
+        check_call("a client", "198.51.100.1", 80, "", is_shared=True)
+
+
 def test_a_name_with_an_address_of_another_host_is_not_here(monkeypatch):
     found = unencrypted.socket.getaddrinfo
 

@@ -53,13 +53,6 @@ class TorchStore(Store):
     def __init__(self, store: Any) -> None:
         super().__init__(store.timeout)
         self._store = store
-        if self.host is not None:
-            check_call(
-                f"torch's {type(self._inner).__name__}",
-                self.host,
-                getattr(self._inner, "port", 0),
-                _PLAIN_HINT,
-            )
 
     @property
     def _inner(self) -> Any:
@@ -69,6 +62,16 @@ class TorchStore(Store):
     def host(self) -> str | None:
         """Host of the store's server; None if it has no server (a file, for example)."""
         return getattr(self._inner, "host", None)
+
+    def check_encryption(self) -> None:
+        """Refuse, or log once, that torch's store is called on another host.
+
+        Raises:
+            UnsupportedError: UNISONO_TLS is on or cert.
+        """
+        if self.host is not None:
+            who, port = f"torch's {type(self._inner).__name__}", getattr(self._inner, "port", 0)
+            check_call(who, self.host, port, _PLAIN_HINT)
 
     def set(self, key: str, value: Value) -> None:
         with self._errors():

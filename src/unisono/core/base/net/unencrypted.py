@@ -51,10 +51,25 @@ def check_unencrypted(what: str, hint: str, mode: str | None = None, *, warns: b
         log_once(_LOG, logging.WARNING, "%s is not encrypted by unisono; %s", what, hint)
 
 
-def check_call(who: str, host: str, port: int, hint: str) -> None:
-    """Do the same for a connection to an address that somebody calls, if it is another host's."""
-    # The answer of a resolver may take long.
-    if config.get("UNISONO_TLS") != "off" and not _is_here(host, port):
+def check_call(who: str, host: str, port: int, hint: str, *, is_shared: bool = False) -> None:
+    """Do the same for a connection to an address that somebody calls, if it is another host's.
+
+    Args:
+        who: Calls.
+        host: Its name or address.
+        port: Its port.
+        hint: As for `check_unencrypted`.
+        is_shared: Whether all ranks call it. A rank on that host refuses it as the others do, or it
+            would wait for them.
+    """
+    mode = config.get("UNISONO_TLS")
+    if mode in _STRICT and is_shared:
+        is_here = is_loopback(host)
+    else:
+        # The answer of a resolver may take long.
+        is_asked = mode in _STRICT or (mode == "auto" and bool(config.get("UNISONO_TOKEN")))
+        is_here = not is_asked or _is_here(host, port)
+    if not is_here:
         check_unencrypted(f"the connection of {who} to {format_address(host, port)}", hint)
 
 

@@ -39,7 +39,7 @@ from unisono.errors import (
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _LENGTH = struct.Struct("<I")
-_PLAIN_HINT = "use TLS (rediss://, etcds://, or the options of the store), or a server on this host"
+_PLAIN_HINT = "use TLS (rediss://, etcds://, or the options of the store), or a server at localhost"
 _KINDS = {
     **{ChangeKind.PUSH: "q", ChangeKind.POP: "q"},
     **{ChangeKind.ARRIVE: "b", ChangeKind.WITHDRAW: "b"},
@@ -191,7 +191,7 @@ class ServiceStore(TableStore):
         """
         try:
             for host, port in plain:
-                check_call(repr(self), host, port, _PLAIN_HINT)
+                check_call(repr(self), host, port, _PLAIN_HINT, is_shared=True)
             probe()
             self._join()
         except BaseException:
