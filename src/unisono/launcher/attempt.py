@@ -289,8 +289,11 @@ class Attempt:
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
         # By process, because a program may change its RANK.
         ranks = {worker.pid: worker.rank for worker in self._group.running}
-        found = offered_stacks(ranks)
-        self._exits.places = {ranks[each.pid]: place_of(each.rows) for each in found}
+        stacks = {ranks[each.pid]: each.rows for each in offered_stacks(ranks)}
+        # A rank that failed may take longer to end than the one whose end was detected.
+        in_user_code = {rank for rank, rows in stacks.items() if any(row[3] for row in rows)}
+        printed = self._exits.printed(set(ranks.values()) - in_user_code)
+        self._exits.places = {rank: place_of(rows) for rank, rows in stacks.items()} | printed
         self._group.stop(signal.SIGTERM)
 
     def _kill_and_reap(self) -> None:
