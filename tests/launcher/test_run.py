@@ -222,6 +222,31 @@ def test_a_rank_that_was_stopped_after_its_own_error(launches, tmp_path):
     assert err.endswith("KeyError: 'of rank 1'\n")
 
 
+IN_LOAD = """
+import threading
+from unisono.core.base.source.stacks import offer_stack
+def load():
+    print("loads"); threading.Event().wait()
+offer_stack()  # as `import torch` does
+load()
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_ctrl_c_tells_where_the_ranks_were(launches):
+    patient = {"unisono.core.base.source.stacks._ANSWER_S": LIMIT_S}
+    launch = launches.start("-n2", script=IN_LOAD, patches=patient)
+    launch.lines(2, "loads")
+    launch.send_signal(signal.SIGINT)
+    code, _, err = launch.finish()
+    assert code == 128 + signal.SIGINT
+    assert err.splitlines()[-2:] == [
+        "unisono run: ranks 0, 1 stopped by the launcher, in load (script.py:5), called from "
+        "script.py:7",
+        "unisono run: stopped by SIGINT",
+    ]
+
+
 def test_flags_of_the_launch_after_the_script_are_told(launches):
     told = "unisono run: 1 worker; {} went to script.py: options of unisono run come before the"
     (launches.folder / "script.py").write_text("")

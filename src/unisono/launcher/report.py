@@ -10,7 +10,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,6 +233,13 @@ def leavers(first: WorkerFailure, left_s: Mapping[int, float]) -> str:
     return f"left with exit code 0 {'; '.join(found)}" if found else ""
 
 
+def stopped_lines(stopped: Iterable[int], places: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line for each place where ranks were stopped; arguments as for `render`."""
+    for place, ranks in grouped((places.get(rank, ""), rank) for rank in stopped).items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        yield f"{named} stopped by the launcher{place and ', ' + place}"
+
+
 def render(
     failures: Sequence[WorkerFailure],
     stopped: Sequence[int],
@@ -252,9 +259,7 @@ def render(
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
-    for place, ranks in grouped((places.get(rank, ""), rank) for rank in stopped).items():
-        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        lines.append(f"{named} stopped by the launcher{place and ', ' + place}")
+    lines += stopped_lines(stopped, places)
     if left := leavers(first, left_s):
         lines.append(left)
     lines.append(f"first failure: {first.line()}")

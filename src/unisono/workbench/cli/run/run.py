@@ -25,7 +25,7 @@ from unisono.launcher.guard import fork_launcher
 from unisono.launcher.output.colours import has_colours, painted
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
-from unisono.launcher.report import error_document, render, signal_name
+from unisono.launcher.report import error_document, render, signal_name, stopped_lines
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.launcher.ssh.hosts import HostsLaunch
 from unisono.launcher.ssh.remote import follow, send_result
@@ -315,6 +315,9 @@ def _print_report(result: LaunchResult) -> None:
     if send_result(result):
         return
     if result.signum is not None:
+        if result.places and not result.failures:
+            for line in stopped_lines(result.stopped, result.places):
+                _show(line)
         _show(f"stopped by {signal_name(result.signum)}")
     # `render` reports a failure that ended the job, unless its node could not publish it.
     if result.reason and not any(f.worker_name() in result.reason for f in result.failures):
