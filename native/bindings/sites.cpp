@@ -163,8 +163,13 @@ nb::bytes totals(const Recorder& recorder) {
 
 nb::typed<nb::list, nb::int_> waited(const Recorder& recorder) {
   nb::typed<nb::list, nb::int_> ticks;
+  // If the server ends the wait meanwhile, this reading counts it twice.
+  const int open = recorder.waits.waiting_for;
+  const uint64_t from = recorder.waits.from, now = unisono::ticks();
   for (size_t rank = 0; rank < recorder.message_waits().size(); ++rank) {
-    ticks.append(recorder.waits.by_rank[rank] + recorder.message_waits()[rank]);
+    const bool waits = open >= 0 && static_cast<size_t>(open) == rank && from < now;
+    ticks.append(recorder.waits.by_rank[rank] + recorder.message_waits()[rank] +
+                 (waits ? now - from : 0));
   }
   return ticks;
 }
@@ -189,15 +194,17 @@ void bind_recorder(nb::module_& m) {
          nb::arg("peer"))
     .def("count_message", &Recorder::count_message, "Return the number for the next message.")
     .def(
-      "add_wait",
-      [](Recorder& recorder, int rank, uint64_t waited) { recorder.waits.add(rank, waited); },
-      nb::arg("rank"), nb::arg("ticks"), "Add a wait of the collective that runs.")
+      "begin_wait", [](Recorder& recorder, int rank) { recorder.waits.begin(rank); },
+      nb::arg("rank"), "Begin a wait of the collective that runs.")
+    .def(
+      "end_wait", [](Recorder& recorder) { recorder.waits.end(); },
+      "End the wait, if one was begun.")
     .def("snapshot", &snapshot, "Return the bytes of the ring.")
     .def("totals", &totals, "Return the bytes of the totals by kind.")
-    .def("waited", &waited, "Return the ticks that this rank has waited for each rank.")
-    .def_prop_rw(
+    .def("waited", &waited,
+         "Return the ticks that this rank has waited for each rank, with the wait that goes on.")
+    .def_prop_ro(
       "waiting_for", [](const Recorder& recorder) { return recorder.waits.waiting_for; },
-      [](Recorder& recorder, int rank) { recorder.waits.waiting_for = rank; },
       "The rank for which the running collective waits; -1: none.")
     .def_prop_ro("last", &Recorder::last, "Number of the last record.");
   m.def(

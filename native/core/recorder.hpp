@@ -62,6 +62,7 @@ struct Waits {
   uint64_t longest = 0;
   int peer = -1;
   int waiting_for = -1;  // the rank of the wait that goes on, for readers; -1: none
+  uint64_t from = 0;     // when that wait began
 
   void clear() {
     sum = longest = 0;
@@ -70,13 +71,13 @@ struct Waits {
   // Begin a wait. A second call before end() continues the wait.
   void begin(int rank) {
     if (waiting_for >= 0) return;
+    from = ticks();
     waiting_for = rank;
-    from_ = ticks();
   }
   // End the wait, if one was begun.
   void end() {
     if (waiting_for < 0) return;
-    add(waiting_for, ticks() - from_);
+    add(waiting_for, ticks() - from);
     waiting_for = -1;
   }
   void add(int rank, uint64_t waited) {
@@ -88,9 +89,6 @@ struct Waits {
       peer = rank;
     }
   }
-
- private:
-  uint64_t from_ = 0;
 };
 
 // Callers of begin() hold a lock of their own (Python's). start() and end() need no lock, because a

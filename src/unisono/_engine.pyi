@@ -169,8 +169,11 @@ class Recorder:
     def count_message(self) -> int:
         """Return the number for the next message."""
 
-    def add_wait(self, rank: int, ticks: int) -> None:
-        """Add a wait of the collective that runs."""
+    def begin_wait(self, rank: int) -> None:
+        """Begin a wait of the collective that runs."""
+
+    def end_wait(self) -> None:
+        """End the wait, if one was begun."""
 
     def snapshot(self) -> bytes:
         """Return the bytes of the ring."""
@@ -179,14 +182,14 @@ class Recorder:
         """Return the bytes of the totals by kind."""
 
     def waited(self) -> list[int]:
-        """Return the ticks that this rank has waited for each rank."""
+        """
+        Return the ticks that this rank has waited for each rank, with the wait that goes on.
+        """
 
     @property
     def waiting_for(self) -> int:
         """The rank for which the running collective waits; -1: none."""
 
-    @waiting_for.setter
-    def waiting_for(self, arg: int, /) -> None: ...
     @property
     def last(self) -> int:
         """Number of the last record."""

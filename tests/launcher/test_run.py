@@ -199,6 +199,65 @@ def test_first_failure_ends_the_launch(launches, statement, code, how):
     assert "unisono run: ranks 0, 2 stopped by the launcher\n" in err
 
 
+SLOW_TO_END = """
+import atexit, os, signal
+if os.environ["RANK"] == "0":
+    atexit.register(signal.pause)
+    raise ValueError("of rank 0")
+open("fifo").close()
+raise KeyError("of rank 1")
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_a_rank_that_was_stopped_after_its_own_error(launches, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    launch = launches.start("-n2", script=SLOW_TO_END)
+    launch.told("ValueError: of rank 0\n")
+    with open(tmp_path / "fifo", "w"):
+        code, _, err = launch.finish()
+    assert code == 1
+    printed = "after it printed ValueError: of rank 0"
+    assert f"unisono run: rank 0 stopped by the launcher, {printed}\n" in err
+    assert err.endswith("KeyError: 'of rank 1'\n")
+
+
+IN_LOAD = """
+import threading
+from unisono.core.base.source.stacks import offer_stack
+def load():
+    print("loads"); threading.Event().wait()
+offer_stack()  # as `import torch` does
+load()
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_ctrl_c_tells_where_the_ranks_were(launches):
+    patient = {"unisono.core.base.source.stacks._ANSWER_S": LIMIT_S}
+    launch = launches.start("-n2", script=IN_LOAD, patches=patient)
+    launch.lines(2, "loads")
+    launch.send_signal(signal.SIGINT)
+    code, _, err = launch.finish()
+    assert code == 128 + signal.SIGINT
+    assert err.splitlines()[-2:] == [
+        "unisono run: ranks 0, 1 stopped by the launcher, in load (script.py:5), called from "
+        "script.py:7",
+        "unisono run: stopped by SIGINT",
+    ]
+
+
+def test_flags_of_the_launch_after_the_script_are_told(launches):
+    told = "unisono run: 1 worker; {} went to script.py: options of unisono run come before the"
+    (launches.folder / "script.py").write_text("")
+    for words, flag in (["-n", "2"], "-n"), (["--max-restarts=3"], "--max-restarts=3"):
+        code, _, err = launches.run("script.py", *words)
+        assert (code, told.format(flag) in err) == (0, True), err
+    for words in (["-n2", "script.py", "-n", "2"], ["--", "script.py", "-n2"], ["script.py", "-k"]):
+        code, _, err = launches.run(*words)
+        assert (code, err) == (0, "")
+
+
 NOISY = """
 import os, signal
 class Noisy:

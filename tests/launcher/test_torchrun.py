@@ -170,18 +170,26 @@ def test_signals_to_handle(launches):
     assert err.splitlines()[-1] == "unisono run: stopped by SIGUSR1"
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_signal_that_is_named_ends_the_launch_though_it_was_ignored(tmp_path, is_named):
-    text = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n"
-    (tmp_path / "script.py").write_text(text + "signal.pause()\n" * is_named)
-    flags = ["--signals-to-handle=SIGINT,SIGTERM"] * is_named
-    # As a script of the shell starts `unisono run ... &`.
+# As a script of the shell starts `unisono run ... &`, and as nohup does.
+@pytest.mark.parametrize(
+    ("name", "flags", "ends"),
+    [
+        ("INT", [], True),
+        ("QUIT", [], True),
+        ("HUP", [], False),
+        ("HUP", ["--signals-to-handle=SIGHUP,SIGTERM"], True),
+    ],
+)
+def test_a_signal_that_was_ignored_at_the_start(tmp_path, name, flags, ends):
+    signum = signal.Signals[f"SIG{name}"]
+    text = f"import os, signal\nos.kill(os.getppid(), {signum:d})\n"
+    (tmp_path / "script.py").write_text(text + "signal.pause()\n" * ends)
     done = subprocess.run(
-        ["bash", "-c", "trap '' INT; exec \"$@\"", "-", sys.executable, "-m", "unisono", "run",
+        ["bash", "-c", f"trap '' {name}; exec \"$@\"", "-", sys.executable, "-m", "unisono", "run",
          *flags, "script.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == (128 + signal.SIGINT) * is_named, done.stderr
+    assert done.returncode == (128 + signum) * ends, done.stderr
 
 
 RECORDED = """

@@ -47,7 +47,7 @@ from unisono.errors import LaunchError, UnisonoError
 from unisono.workbench.cli.look import ask, verdict
 from unisono.workbench.cli.look import look as command
 from unisono.workbench.cli.look.ask import ask_job
-from unisono.workbench.cli.look.verdict import JobView, jobs_of, verdict_of
+from unisono.workbench.cli.look.verdict import JobView, jobs_of, verdict_of, wait_share
 from unisono.workbench.cli.main import main
 
 SCRIPT = """
@@ -134,9 +134,12 @@ def test_top_shows_a_stopped_rank():
         processes,
         _,
     ):
-        named = f"rank 1 (process {processes[1].pid}) is stopped"
+        named = f"for rank 1 (process {processes[1].pid}), which is stopped"
         job = verdict_when(processes, lambda text: text and text[0].endswith(named))
         assert set(job.states) == {0, 2}
+        row = list(command._text(job))[-2].split()
+        assert row[:4] == ["1", platform.node(), str(processes[1].pid), "?"]
+        assert row[-2:] == ["is", "stopped"]
         os.kill(processes[1].pid, signal.SIGCONT)
 
 
@@ -163,6 +166,34 @@ def test_top_names_a_slow_rank_and_the_share_of_waiting(engine):
         job = verdict_when(processes, lambda text: text and re.match(named, text[-1]))
         mine, others = map(int, re.match(named, verdict_of(job)[-1]).groups())
         assert mine + 10 <= others <= 100
+
+
+@pytest.mark.linux("finds a job by a process")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("call", ["dist.all_reduce(np.ones(3))", "dist.recv(np.ones(3), 1)"])
+def test_top_counts_the_wait_of_a_call_that_has_not_ended(engine, call, capsys):
+    script = f"dist.init_process_group(timeout=60)\nif rank == 0: {call}\ntime.sleep(60)"
+    with ranks_of(script, 2, UNISONO_ENGINE=engine) as (processes, _):
+        limit_s, pid = time.monotonic() + LIMIT_S, str(processes[0].pid)
+        shares = {}
+        # A rank that does nothing but wait comes closer and closer to 100 %.
+        while shares.get(0, 0) < 0.6:
+            assert time.monotonic() < limit_s, shares
+            for job in jobs_of(ask_job(pid)):
+                shares = {rank: wait_share(state["groups"]) for rank, state in job.states.items()}
+        assert shares[0] <= 1
+        assert shares[1] < 0.1
+        assert main(["top", "--once", pid]) == 0
+        top = capsys.readouterr().out.splitlines()
+        names, cells = (re.split("  +", line) for line in top[-3:-1])
+        assert int(cells[names.index("wait %")]) >= 50
+
+
+def test_help_of_top_explains_its_columns(capsys):
+    with pytest.raises(SystemExit):
+        main(["top", "--help"])
+    told = capsys.readouterr().out
+    assert all(re.search(rf"^  {re.escape(name)}  ", told, re.M) for name in command._COLUMNS[3:])
 
 
 @contextlib.contextmanager
@@ -579,7 +610,7 @@ def state(rank, *groups):
         ),
         (
             [state(0, group("a", [0, 1], 5, runs=True))],
-            ["rank 0 waits in barrier #5 for rank 1 does not answer"],
+            ["rank 0 waits in barrier #5 for rank 1, which does not answer"],
         ),
         ([state(0, group("a", [0, 1], 5, runs=False))], ["no rank is in a collective call"]),
     ],
@@ -597,8 +628,10 @@ def test_silent_ranks_are_observed_together(monkeypatch):
     first["pids"] = {str(rank): 100 + rank for rank in range(64)}
     [job] = jobs_of([first])
     lines = list(command._text(job))
-    assert lines[1].startswith("rank 0 waits in barrier #5 for rank 1 (process 101) is running; ")
-    assert lines[-1].endswith("(process 163) is running")
+    assert lines[1].startswith(
+        "rank 0 waits in barrier #5 for rank 1 (process 101), which is running; "
+    )
+    assert lines[-1].split()[:3] == ["63", platform.node(), "163"]
     assert observed.call_count == 1
 
 

@@ -218,6 +218,9 @@ class Attempt:
             self._group.send_signal(signum)
         elif self._signum is None:
             self._signum = signum
+            # Of a person, who may wonder where the ranks were.
+            if signum == signal.SIGINT and not self._group.stopping:
+                self._note_places()
             self._group.stop(signum)
         else:
             # With the second signal the user ends the grace period.
@@ -286,12 +289,19 @@ class Attempt:
 
     def _fail(self) -> None:
         self._on_failure(self._exits.failures()[0])
+        self._note_places()
+        self._group.stop(signal.SIGTERM)
+
+    def _note_places(self) -> None:
+        """Note where the workers are before they are stopped."""
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
         # By process, because a program may change its RANK.
         ranks = {worker.pid: worker.rank for worker in self._group.running}
-        found = offered_stacks(ranks)
-        self._exits.places = {ranks[each.pid]: place_of(each.rows) for each in found}
-        self._group.stop(signal.SIGTERM)
+        stacks = {ranks[each.pid]: each.rows for each in offered_stacks(ranks)}
+        # A rank that failed may take longer to end than the one whose end was detected.
+        in_user_code = {rank for rank, rows in stacks.items() if any(row[3] for row in rows)}
+        printed = self._exits.printed(set(ranks.values()) - in_user_code)
+        self._exits.places = {rank: place_of(rows) for rank, rows in stacks.items()} | printed
 
     def _kill_and_reap(self) -> None:
         """Kill all processes of the attempt, and only then release their process numbers."""

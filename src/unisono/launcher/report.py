@@ -10,7 +10,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,7 +134,7 @@ class ExitLog:
 
     Attributes:
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
-        places: Where the other ranks were when the first failure was known.
+        places: Where the other ranks were when the first failure was known, or their own error.
     """
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
@@ -163,6 +163,16 @@ class ExitLog:
         return WorkerFailure(
             rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), text=text, hint=hint
         )
+
+    def printed(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return "after it printed ValueError: x" by rank, of ranks with an error of their own."""
+        texts = {rank: self._text_of(rank) for rank in ranks}
+        lines = {rank: exception_line(text) for rank, text in texts.items()}
+        return {
+            rank: f"after it printed {line}"
+            for rank, line in lines.items()
+            if line and not is_consequence(texts[rank])
+        }
 
     def replaced(self, failure: WorkerFailure) -> None:
         """Add a failure after which the worker was replaced, so that the others could go on."""
@@ -223,6 +233,13 @@ def leavers(first: WorkerFailure, left_s: Mapping[int, float]) -> str:
     return f"left with exit code 0 {'; '.join(found)}" if found else ""
 
 
+def stopped_lines(stopped: Iterable[int], places: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line for each place where ranks were stopped; arguments as for `render`."""
+    for place, ranks in grouped((places.get(rank, ""), rank) for rank in stopped).items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        yield f"{named} stopped by the launcher{place and ', ' + place}"
+
+
 def render(
     failures: Sequence[WorkerFailure],
     stopped: Sequence[int],
@@ -237,14 +254,12 @@ def render(
         failures: At least one, in the order of `root_cause_first`.
         stopped: Ranks that the launcher stopped because of the failures.
         left_s: See `leavers`.
-        places: Where stopped ranks were, as far as that is known.
+        places: Where stopped ranks were, or what they had printed, as far as that is known.
         prefix: Text before each line that the launcher adds.
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
-    for place, ranks in grouped((places.get(rank, ""), rank) for rank in stopped).items():
-        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        lines.append(f"{named} stopped by the launcher{place and ', ' + place}")
+    lines += stopped_lines(stopped, places)
     if left := leavers(first, left_s):
         lines.append(left)
     lines.append(f"first failure: {first.line()}")

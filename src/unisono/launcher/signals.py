@@ -30,7 +30,7 @@ workers would be killed before they could save their state.
 class Signals:
     """Turns signals into bytes on a file descriptor, from `__enter__` to `__exit__`.
 
-    A signal that was ignored before (nohup, a shell's background job) stays ignored. A signal that
+    A signal that was ignored before (nohup) stays ignored. A signal that
     was blocked (by `fork_launcher`) is unblocked. Outside the main thread signals cannot be caught;
     only `wake` makes the descriptor readable.
 

@@ -134,6 +134,8 @@ def test_an_overlap_names_the_users_calls_and_is_logged_in_another_thread(rank, 
             of_main = rf"all_gather_object on group 'default' at {here} \(thread 'MainThread'\)"
             assert re.fullmatch(f"{of_main} overlaps {of_first}", line), line
             assert logged.lines == [str(error)]
+            assert isinstance(error, dist.DistBackendError)
+            assert isinstance(error, errors.UsageError)
             called = r"barrier on group 'default' at \w+\.py:\d+ \(thread 'late_0'\)"
             assert re.match(f"{called} overlaps {of_first}\n", str(error)), error
             assert "process_group=dist.new_group()" in str(error)

@@ -308,7 +308,8 @@ def test_a_device_without_backend_is_an_error_that_says_how(alone):
         (errors.TransportError, torch_dist.DistNetworkError),
         (errors.RendezvousError, torch_dist.DistNetworkError),
         (errors.StoreTimeoutError, torch_dist.DistStoreError),
-        (errors.ClosedError, torch_dist.DistError),
+        (errors.UsageError, torch_dist.DistBackendError),
+        (errors.ClosedError, torch_dist.DistBackendError),
     ],
 )
 def test_errors_are_torchs_and_ours(ours, theirs):

@@ -13,6 +13,7 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
+from unisono.core.recorder.recorder import Recorder, make_recorder
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.lowlevel import CPUOptions
 
@@ -84,6 +85,22 @@ def test_a_record_says_for_which_rank_a_call_waited(rank):
     if rank == 0:
         assert late.waited_for == 1
         assert pause_s * 0.9 < late.waited_ns / 1e9 <= taken_s
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_wait_counts_before_its_end_and_once(engine):
+    recorder = Recorder(2) if engine == "reference" else make_recorder(2)
+    recorder.start(recorder.begin(0, 1, 0, 0, -1))
+    recorder.begin_wait(1)
+    assert recorder.waiting_for == 1
+    assert wait_until(lambda: recorder.waited()[1] > 0)
+    before = recorder.waited()[1]
+    recorder.end_wait()
+    after = recorder.waited()
+    assert after[0] == 0
+    assert before <= after[1]
+    recorder.end_wait()  # none was begun
+    assert (recorder.waited(), recorder.waiting_for) == (after, -1)
 
 
 @pytest.mark.ranks(2, kind="both")

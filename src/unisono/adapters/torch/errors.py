@@ -1,13 +1,13 @@
 """Error classes that are both unisono's and torch's, with unisono's text.
 
 A script for torch.distributed catches DistBackendError, DistNetworkError or DistStoreError. A
-script for unisono catches PeerLostError. Usage errors (ValueError, TypeError, NotImplementedError)
-are the same for both and are not translated.
+script for unisono catches PeerLostError. Errors that are a ValueError, TypeError or
+NotImplementedError are the same for both and are not translated.
 """
 
 from __future__ import annotations
 
-from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from unisono import errors
 from unisono.errors import UnisonoError
@@ -63,7 +63,11 @@ class StoreError(errors.StoreError, DistStoreError):
     """A key-value store refused or failed a request."""
 
 
-class ClosedError(errors.ClosedError, DistError):
+class UsageError(errors.UsageError, DistBackendError):
+    """This thread cannot make the call now, as when it overlaps a call of another thread."""
+
+
+class ClosedError(errors.ClosedError, DistBackendError):
     """The group was closed, destroyed, or belongs to the parent of a fork."""
 
 

@@ -41,6 +41,7 @@ class Recorder:
         self._messages = 0
         self._lock = threading.RLock()
         self.waiting_for = -1
+        self._wait_begun = 0
         self.last = 0
 
     def begin(self, kind: int, seq: int, word: int, count: int, peer: int) -> int:
@@ -88,10 +89,18 @@ class Recorder:
             self._messages += 1
             return self._messages
 
-    def add_wait(self, rank: int, ticks: int) -> None:
-        """Add a wait of the collective that runs."""
-        self._waits[rank] = self._waits.get(rank, 0) + ticks
-        self._by_rank[rank] += ticks
+    def begin_wait(self, rank: int) -> None:
+        """Begin a wait of the collective that runs."""
+        self._wait_begun = time.monotonic_ns()
+        self.waiting_for = rank
+
+    def end_wait(self) -> None:
+        """End the wait, if one was begun."""
+        rank, self.waiting_for = self.waiting_for, -1
+        if rank >= 0:
+            ticks = time.monotonic_ns() - self._wait_begun
+            self._waits[rank] = self._waits.get(rank, 0) + ticks
+            self._by_rank[rank] += ticks
 
     def snapshot(self) -> bytes:
         """Return the bytes of the ring."""
@@ -102,8 +111,11 @@ class Recorder:
         return self._totals.tobytes()
 
     def waited(self) -> list[int]:
-        """Return the ticks that this rank has waited for each rank."""
-        return list(self._by_rank)
+        """Return the ticks that this rank has waited for each rank, with the wait that goes on."""
+        waited, rank = list(self._by_rank), self.waiting_for
+        if rank >= 0:
+            waited[rank] += time.monotonic_ns() - self._wait_begun
+        return waited
 
     def _set(self, number: int, **columns: int) -> None:
         record = self._ring[number % RECORDS]

@@ -200,13 +200,11 @@ class GroupTrace:
     @contextmanager
     def waiting(self, peer: int) -> Iterator[None]:
         """Record that the collective that runs waits for a global rank in the with block."""
-        recorder, member = self.recorder, self._member(peer)
-        recorder.waiting_for, (begun, _) = member, read_ticks()
+        self.recorder.begin_wait(self._member(peer))
         try:
             yield
         finally:
-            recorder.waiting_for = -1
-            recorder.add_wait(member, read_ticks()[0] - begun)
+            self.recorder.end_wait()
 
     def _member(self, peer: int | None) -> int:
         return -1 if peer is None or peer not in self.ranks else self.ranks.index(peer)
@@ -274,10 +272,17 @@ class GroupTrace:
         return None if member < 0 else self.ranks[member]
 
     def waited_ns(self) -> dict[int, int]:
-        """Return how long this rank has waited for each other rank, by global rank."""
+        """Return how long this rank has waited for each other rank, by global rank.
+
+        Waits that go on count, too: those of open messages, and of the collective that runs.
+        """
         clock = _Clock()
         waits = zip(self.ranks, self.recorder.waited(), strict=True)
-        return {rank: clock.span(ticks) for rank, ticks in waits if rank != self.rank}
+        waited = {rank: clock.span(ticks) for rank, ticks in waits if rank != self.rank}
+        for each in self.newest(only_open=True):
+            if each.is_message and each.peer in waited:
+                waited[each.peer] += each.waited_ns
+        return waited
 
     def totals(self) -> Iterator[tuple[ring.RecordKind, int, int, int, int]]:
         """Yield (kind, calls, elements, time in ns, worst time in ns) of every kind that ended."""

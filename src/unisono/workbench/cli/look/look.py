@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 import time
 from collections import Counter
@@ -27,6 +28,19 @@ Show what the ranks of a running job do, and for which rank they wait. The job
 needs no preparation. It must have a rank of the same user on this host, or a
 token."""
 
+_TOP_EPILOG = """\
+columns:
+  call       the call in which the rank is, or after which it runs
+  for s      seconds since the call began
+  waits for  ranks that have not made the call
+  wait %     share of the time since the group was made in which the rank waited
+             for others, also in the call that has not ended
+  MB/s       bytes of ended calls, over the same time
+  MiB        resident memory
+  links      connections to other ranks, by what protects them
+  place      the user's line
+"""
+
 _STACKS = "Print the Python stacks of all ranks of a running job; equal stacks once."
 
 _COLUMNS = (
@@ -42,7 +56,7 @@ _WHICH = (
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-commands."""
     summary = "show what the ranks of a running job do, and for which rank they wait"
-    top = add_parser(commands, "top", summary, _TOP, _top)
+    top = add_parser(commands, "top", summary, _TOP, _top, epilog=_TOP_EPILOG)
     _add_job(top)
     top.add_argument("--once", action="store_true", help="print the table once")
     summary = "print the Python stacks of the ranks of a running job"
@@ -208,7 +222,10 @@ def _rows(job: JobView) -> Iterator[tuple[str, ...]]:
     for rank in range(job.world_size):
         state, wait = job.states.get(rank), waits.get(rank)
         if state is None:
-            yield (str(rank), *("?",) * (len(_COLUMNS) - 2), job.place(rank))
+            known = (
+                (platform.node(), str(job.silent[rank][0])) if rank in job.silent else ("?", "?")
+            )
+            yield (str(rank), *known, *("?",) * (len(_COLUMNS) - 4), job.place(rank))
             continue
         last = max(state["groups"], key=lambda group: int(group["seq"]), default=None)
         after = "" if last is None or not last["seq"] else f"after {_name_of(last)}"
@@ -267,5 +284,5 @@ def _stacks(options: argparse.Namespace) -> int:
             for file, line, function in reversed(frames):
                 print(plain(f'  File "{file}", line {line}, in {function}'))
         for rank in sorted(set(range(job.world_size)) - set(job.states)):
-            print(f"\nrank {rank} {plain(job.place(rank))}")
+            print(f"\nrank {rank}{job.process(rank)} {plain(job.place(rank))}")
     return 0

@@ -25,13 +25,13 @@ class JobView(NamedTuple):
         name: Of the job.
         world_size: Number of ranks.
         states: Of the ranks that answered, by rank.
-        silent: The kernel's report of each other rank of this host, by rank.
+        silent: Process id of each other rank of this host and the kernel's report of it, by rank.
     """
 
     name: str
     world_size: int
     states: dict[int, RankState]
-    silent: dict[int, str] = {}  # noqa: RUF012  never changed
+    silent: dict[int, tuple[int, str]] = {}  # noqa: RUF012  never changed
 
     @property
     def title(self) -> str:
@@ -45,7 +45,11 @@ class JobView(NamedTuple):
         """Return where a rank is: "is in load (data.py:57)"."""
         if rank in self.states:
             return f"is {self.states[rank]['place'] or 'in no Python code'}"
-        return self.silent.get(rank, "does not answer")
+        return self.silent.get(rank, (0, "does not answer"))[1]
+
+    def process(self, rank: int) -> str:
+        """Return the process of a silent rank, as " (process 5438)"; "" if it is not known."""
+        return f" (process {self.silent[rank][0]})" if rank in self.silent else ""
 
 
 def jobs_of(states: Sequence[RankState]) -> list[JobView]:
@@ -60,15 +64,15 @@ def jobs_of(states: Sequence[RankState]) -> list[JobView]:
     ]
 
 
-def _silent(states: Sequence[RankState]) -> dict[int, str]:
-    """Return what the kernel reports of the ranks of this host that did not answer, by rank."""
+def _silent(states: Sequence[RankState]) -> dict[int, tuple[int, str]]:
+    """Return `JobView.silent` for the ranks of this host that did not answer."""
     here = [state["pids"] for state in states if state["host"] == platform.node()]
     pids = {int(rank): pid for each in here for rank, pid in each.items()}
     for state in states:
         pids.pop(state["rank"], None)
     # All at once, because the kernel is observed for some time.
     reports = states_of(pids.values())
-    return {rank: f"(process {pid}) {reports[pid]}" for rank, pid in pids.items()}
+    return {rank: (pid, reports[pid]) for rank, pid in pids.items()}
 
 
 class CallWait(NamedTuple):
@@ -151,13 +155,14 @@ def verdict_of(job: JobView) -> list[str]:
 
 def _placed(job: JobView, ranks: Sequence[int], which: str = "") -> list[str]:
     """Return "ranks 1 and 2 are in load (data.py:5)" for each place of these ranks."""
-    places = grouped((job.place(rank), rank) for rank in ranks)
-    return [
-        f"{name_ranks(same)}{which} {place.replace('is', _is(same), 1)}"
-        if place.startswith("is ")
-        else f"{name_ranks(same)} {place}"
-        for place, same in places.items()
-    ]
+    places = grouped(((job.place(rank), job.process(rank)), rank) for rank in ranks)
+    lines = []
+    for (place, process), same in places.items():
+        verb, _, rest = place.partition(" ")
+        if len(same) > 1:
+            verb = {"is": "are", "does": "do"}.get(verb, verb)
+        lines.append(f"{name_ranks(same)}{process}{which} {verb} {rest}")
+    return lines
 
 
 def wait_share(groups: Sequence[dict[str, Any]]) -> float | None:
@@ -166,7 +171,8 @@ def wait_share(groups: Sequence[dict[str, Any]]) -> float | None:
     if not traced:
         return None
     age_s = max(group["age_s"] for group in traced) or 1.0
-    return float(sum(group["waited_s"] for group in traced)) / age_s
+    # Messages overlap.
+    return min(1.0, float(sum(group["waited_s"] for group in traced)) / age_s)
 
 
 def _slow_rank(job: JobView) -> list[str]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from unisono.launcher.guard import fork_launcher
 from unisono.launcher.output.colours import has_colours, painted
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
-from unisono.launcher.report import error_document, render, signal_name
+from unisono.launcher.report import error_document, render, signal_name, stopped_lines
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.launcher.ssh.hosts import HostsLaunch
 from unisono.launcher.ssh.remote import follow, send_result
@@ -41,6 +42,7 @@ from unisono.workbench.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
 
 _PREFIX = "unisono run: "
 _LOOK_S = 0.1
+_LATE_FLAG = re.compile("-np?[0-9]*|--(nproc|nnodes|max[-_]restarts).*")
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
@@ -148,6 +150,8 @@ def _run(options: argparse.Namespace) -> int:
     if spec.is_single_node and not options.standalone and not hosts:
         _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
+    if spec.is_single_node and len(commands) == 1 and not spec.limits.max_restarts and not hosts:
+        _warn_of_late_flag(*options.command)
     stats = prepare_stats() if options.stats and not hosts else ""
     descendants = fork_launcher(spec.signals)
     follow()
@@ -279,6 +283,12 @@ def _warn_of_absent_workers(logs: LogOptions, nprocs: int) -> None:
             )
 
 
+def _warn_of_late_flag(script: str, *words: str) -> None:
+    """Warn if the script gets what looks like a flag of the launch, and no "--" stands before."""
+    if script != "--" and (flag := next(filter(_LATE_FLAG.fullmatch, words), None)):
+        _show(f"1 worker; {flag} went to {script}: options of unisono run come before the script")
+
+
 def _count(text: str) -> int | None:
     return None if text == "all" else non_negative(text)
 
@@ -305,6 +315,9 @@ def _print_report(result: LaunchResult) -> None:
     if send_result(result):
         return
     if result.signum is not None:
+        if result.places and not result.failures:
+            for line in stopped_lines(result.stopped, result.places):
+                _show(line)
         _show(f"stopped by {signal_name(result.signum)}")
     # `render` reports a failure that ended the job, unless its node could not publish it.
     if result.reason and not any(f.worker_name() in result.reason for f in result.failures):

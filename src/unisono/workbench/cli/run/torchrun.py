@@ -23,9 +23,9 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         "--signals-to-handle",
         type=_signals,
         metavar="NAMES",
-        help=f"signals that end the launch, even if they are ignored at its start (those of "
-        f"{','.join(ENDING)} that are not); SIGUSR1 and SIGUSR2 are otherwise passed on to the "
-        "workers",
+        help="signals that end the launch, even if they are ignored at its start "
+        f"({','.join(ENDING)}; of these an ignored SIGTERM or SIGHUP stays ignored); SIGUSR1 and "
+        "SIGUSR2 are otherwise passed on to the workers",
     )
     add(
         "--virtual-local-rank",
@@ -60,12 +60,13 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def signals_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the signals that end the launch; if the user names them, none of them is ignored.
+    """Return the signals that end the launch. Of them none is ignored that the user names.
 
-    A shell starts jobs in the background of a script with SIGINT ignored.
+    By default these are SIGINT and SIGQUIT: a shell starts jobs in the background of a script with
+    both ignored. SIGHUP stays ignored under nohup.
     """
     names: tuple[str, ...] | None = options.signals_to_handle
-    for name in names or ():
+    for name in ("SIGINT", "SIGQUIT") if names is None else names:
         if signal.getsignal(signum := getattr(signal, name)) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     return ENDING if names is None else names
