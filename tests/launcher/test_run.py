@@ -213,7 +213,7 @@ except KeyError as error:
 """
 
 
-def test_real_traceback_is_printed_last(launches):
+def test_real_traceback_is_printed_last_if_other_text_follows_it(launches):
     _, _, err = launches.run("-n3", script=NOISY)
     assert "only mentioned by Python" in err
     report = err[err.index("unisono run: first failure") :].splitlines()
@@ -233,9 +233,48 @@ def test_real_traceback_is_printed_last(launches):
         "ValueError: two",
         "lines",
     ]
+
+
+RAISES_ON_1 = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    {}["k"]
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.environ.get("LAST_WORDS")))
+signal.pause()
+"""
+
+
+def test_the_traceback_is_printed_once(launches):
+    header, last = "Traceback (most recent call last):", "KeyError: 'k'"
+    told = r"unisono run: first failure: rank 1 \(.*\) exited with code 1"
+    above = f"{told}; its traceback is above: {last}"
+    # On the console; with a prefix on the console and in a file; only in a file; of other ranks.
+    for flags, count, expected in (
+        ((), 1, above),
+        (("--tee", "3", "--log-dir", "logs"), 1, above),
+        (("--redirects", "3", "--log-dir", "logs"), 1, told),
+        (("--redirects", "1:2", "--log-dir", "logs"), 1, told),
+        (("--local-ranks-filter", "0"), 1, told),
+    ):
+        _, _, err = launches.run("-n3", *flags, script=RAISES_ON_1)
+        assert err.count(header) == count, err
+        line = err.splitlines()[-1 if expected is above else err.splitlines().index(header) - 1]
+        assert re.fullmatch(expected, line), err
+    # Another rank writes after it.
+    _, _, err = launches.run("-n3", script=RAISES_ON_1, LAST_WORDS="saved")
+    assert (err.count(header), err.splitlines()[-1]) == (2, last), err
+
+
+def test_last_lines_without_a_traceback_are_printed_once(launches):
     code, _, err = launches.run("-n2", script="def f(:\n")
-    report = err[err.index("unisono run: first failure") :].splitlines()
-    assert (code, report[1], report[-1]) == (1, f"{file} 1", "SyntaxError: invalid syntax")
+    assert code == 1
+    assert err.endswith("; its traceback is above: SyntaxError: invalid syntax\n")
+    assert err.count("    def f(:\n") == 2  # each rank's own
+    code, _, err = launches.run("-n1", script="import sys\nsys.exit('no data')")
+    assert re.fullmatch(
+        "no data\nunisono run: first failure: rank 0 .* code 1; its last lines are above\n", err
+    )
 
 
 @pytest.mark.linux("watches processes")
@@ -271,7 +310,7 @@ raise ValueError("the cause")
     code, _, err = launches.run("-n3", script=script.replace("RAISED", raised))
     assert code == 1
     lines = err.splitlines()
-    assert lines[-1] == "ValueError: the cause"
+    assert lines[-1].endswith(" exited with code 1; its traceback is above: ValueError: the cause")
     [consequence] = [line for line in lines if line.startswith("unisono run: rank 0")]
     assert consequence.endswith(f"exited with code 1: {told}")
 
@@ -329,7 +368,7 @@ def test_consequences_alone_are_a_failure(launches, nprocs):
     code, _, err = launches.run("-n", nprocs, "--max-restarts=1", script=script)
     assert code == 1
     assert err.count("restart 1 of 1") == 1
-    assert err.splitlines()[-1] == "PeerLostError: the other"
+    assert err.endswith("its traceback is above: PeerLostError: the other\n")
     told = re.findall(r"^unisono run: (?:first failure: )?rank \d \((pid \d+)", err, re.MULTILINE)
     assert len(set(told)) == len(told), "a failure is told once"
 

@@ -115,6 +115,7 @@ class LaunchResult:
         restarts: Number of restarts of the job.
         reason: Why the nodes could not continue together, or "".
         idle: Whether no worker of this node was ever taken in by the ranks that it was to join.
+        is_shown: Whether the root cause's text is the last that a worker put on the console.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -126,6 +127,7 @@ class LaunchResult:
     restarts: int = 0
     reason: str = ""
     idle: bool = False
+    is_shown: bool = False
 
     @property
     def exit_code(self) -> int:

@@ -45,9 +45,9 @@ _LOOK_S = 0.1
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
 as torchrun does, so that a script runs under both. The system chooses the port, so any number of
-launches can run at once. If a worker fails, the others are stopped. The last text printed is the
-traceback of the first failure. The command exits with the exit code of the worker that failed first
-(128 + number if a signal killed the worker)."""
+launches can run at once. If a worker fails, the others are stopped. The last line names the first
+failure, or its traceback follows if other text stands between. The command exits with the exit code
+of the worker that failed first (128 + number if a signal killed the worker)."""
 
 _EPILOG = """\
 Each option can also be set in the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
@@ -311,8 +311,9 @@ def _print_report(result: LaunchResult) -> None:
         _show(result.reason)
     if result.failures:
         report = render(
-            result.failures, result.stopped, result.left_s, result.places, prefix=_PREFIX
-        )
+            result.failures, result.stopped, result.left_s, result.places,
+            prefix=_PREFIX, is_shown=result.is_shown,
+        )  # fmt: skip
         if has_colours(sys.stderr):
             named = f"{_PREFIX}first failure: {result.failures[0].line()}"
             report = report.replace(named, painted(named, "bold", "red"), 1)
