@@ -24,7 +24,7 @@ from unisono.core.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.output.colours import has_colours
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
-from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
+from unisono.launcher.output.reader import CONTROL, OutputReader, Sink, WorkerStream
 from unisono.launcher.workers.worker import CommandWorker, Stdout
 
 DEFAULT_PREFIX = "[rank {rank}] "
@@ -231,7 +231,7 @@ class Output:
 
     def ends_with(self, text: str) -> bool:
         """Whether the last lines that a worker put where standard error leads are this text."""
-        lines = self._last[1].decode("utf-8", errors="replace").splitlines()
+        lines = CONTROL.sub(b"", self._last[1]).decode("utf-8", errors="replace").splitlines()
         return bool(text) and "\n".join(["", *lines]).endswith(f"\n{text}")
 
     @property
