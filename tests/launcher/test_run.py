@@ -266,6 +266,41 @@ def test_the_traceback_is_printed_once(launches):
     assert (err.count(header), err.splitlines()[-1]) == (2, last), err
 
 
+COLOURED = """
+import os, select, sys
+from pathlib import Path
+
+def fail(name):
+    print("Traceback (most recent call last):", file=sys.stderr)
+    print('  File \x1b[35m"x.py"\x1b[0m, line \x1b[35m1\x1b[0m, in f', file=sys.stderr)
+    sys.exit(f"\x1b[1;35m{name}\x1b[0m: \x1b[35mtext\x1b[0m")
+
+if os.environ["RANK"] == "0":
+    Path("fifo").write_text(str(os.getpid()))
+    fail("__main__.PeerLostError")
+select.select([os.pidfd_open(int(Path("fifo").read_text()))], [], [])
+fail("ValueError")
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_colours_of_tracebacks_hide_no_cause(launches, tmp_path):
+    # Python 3.13 colours them if FORCE_COLOR is set.
+    os.mkfifo(tmp_path / "fifo")
+    code, _, err = launches.run("-n2", script=COLOURED, NO_COLOR="1")
+    assert code == 1
+    assert re.search("^unisono run: first failure: rank 1 .*above: ValueError: text$", err, re.M)
+
+
+def test_the_report_as_json(launches, tmp_path):
+    for script, code, flag in (("raise SystemExit(7)", 7, "--error-json"), ("", 0, "--json")):
+        assert launches.run("-n2", flag, "r.json", script=script)[0] == code
+        report = json.loads((tmp_path / "r.json").read_text())
+        assert (report["exit_code"], bool(report["failures"])) == (code, bool(code))
+    code, _, err = launches.run("-n2", "--json", "-", script="")
+    assert (code, "standard output is that of the workers" in err) == (2, True)
+
+
 def test_last_lines_without_a_traceback_are_printed_once(launches):
     code, _, err = launches.run("-n2", script="def f(:\n")
     assert code == 1

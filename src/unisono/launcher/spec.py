@@ -147,7 +147,7 @@ class LaunchResult:
 
 
 def as_document(result: LaunchResult) -> dict[str, Any]:
-    """Return the content of `--error-json`; `failures` are in the order of the text report."""
+    """Return the content of `--json`; `failures` are in the order of the text report."""
     return {
         "exit_code": result.exit_code,
         "signal": signal_name(result.signum) if result.signum is not None else None,

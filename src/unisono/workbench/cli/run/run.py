@@ -86,8 +86,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--error-json",
-        metavar="PATH",
-        help="write the failure report to this file as well, as JSON",
+        "--json",
+        metavar="FILE",
+        help="write the report at the end as JSON, also after success, to this file",
     )
     add(
         "--stats",
@@ -116,6 +117,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.error_json == "-":
+        options.parser.error("--json -: standard output is that of the workers; name a file")
     terminal = sys.stdout.isatty()
     least, most = options.nproc_per_node
     several = most > 1 or ":" in options.command
@@ -163,7 +166,7 @@ def _run(options: argparse.Namespace) -> int:
         result = agent.run()
     if stats:
         _show(take_stats(stats))
-    if options.error_json is not None and result.exit_code != 0:
+    if options.error_json is not None:
         _write_json(options.error_json, as_document(result))
     # This launcher may be a worker of another launcher.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
