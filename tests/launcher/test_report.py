@@ -257,6 +257,9 @@ def test_report_ends_with_the_first_failures_text():
     )
     assert lines[4].startswith("> first failure: rank 1 (pid 101, host ")
     assert lines[5:] == PLAIN.splitlines()
+    shown = render(failures, [2, 3, 7], left_s, places, prefix="> ", is_shown=True).splitlines()
+    assert shown[:4] == lines[:4]
+    assert shown[4:] == [f"{lines[4]}; its traceback is above: ValueError: first line"]
 
 
 def test_failures_of_another_node_that_cannot_be_read_hide_no_others():

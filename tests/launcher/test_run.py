@@ -272,7 +272,7 @@ except KeyError as error:
 """
 
 
-def test_real_traceback_is_printed_last(launches):
+def test_real_traceback_is_printed_last_if_other_text_follows_it(launches):
     _, _, err = launches.run("-n3", script=NOISY)
     assert "only mentioned by Python" in err
     report = err[err.index("unisono run: first failure") :].splitlines()
@@ -292,9 +292,87 @@ def test_real_traceback_is_printed_last(launches):
         "ValueError: two",
         "lines",
     ]
-    code, _, err = launches.run("-n2", script="def f(:\n")
-    report = err[err.index("unisono run: first failure") :].splitlines()
-    assert (code, report[1], report[-1]) == (1, f"{file} 1", "SyntaxError: invalid syntax")
+
+
+RAISES_ON_1 = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    open("fifo").read()
+    {}["k"]
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.environ.get("LAST_WORDS")))
+    open("fifo", "w").close()
+signal.pause()
+"""
+
+
+def test_the_traceback_is_printed_once(launches, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    header, last = "Traceback (most recent call last):", "KeyError: 'k'"
+    told = r"unisono run: first failure: rank 1 \(.*\) exited with code 1"
+    above = f"{told}; its traceback is above: {last}"
+    # On the console; with a prefix on the console and in a file; only in a file; of other ranks.
+    for flags, count, expected in (
+        ((), 1, above),
+        (("--tee", "3", "--log-dir", "logs"), 1, above),
+        (("--redirects", "3", "--log-dir", "logs"), 1, told),
+        (("--redirects", "1:2", "--log-dir", "logs"), 1, told),
+        (("--local-ranks-filter", "0"), 1, told),
+    ):
+        _, _, err = launches.run("-n3", *flags, script=RAISES_ON_1)
+        assert err.count(header) == count, err
+        line = err.splitlines()[-1 if expected is above else err.splitlines().index(header) - 1]
+        assert re.fullmatch(expected, line), err
+    # Another rank writes after it.
+    _, _, err = launches.run("-n3", script=RAISES_ON_1, LAST_WORDS="saved")
+    assert (err.count(header), err.splitlines()[-1]) == (2, last), err
+
+
+COLOURED = """
+import os, select, sys
+from pathlib import Path
+
+def fail(name):
+    print("Traceback (most recent call last):", file=sys.stderr)
+    print('  File \x1b[35m"x.py"\x1b[0m, line \x1b[35m1\x1b[0m, in f', file=sys.stderr)
+    sys.exit(f"\x1b[1;35m{name}\x1b[0m: \x1b[35mtext\x1b[0m")
+
+if os.environ["RANK"] == "0":
+    Path("fifo").write_text(str(os.getpid()))
+    fail("__main__.PeerLostError")
+select.select([os.pidfd_open(int(Path("fifo").read_text()))], [], [])
+fail("ValueError")
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_colours_of_tracebacks_hide_no_cause(launches, tmp_path):
+    # Python 3.13 colours them if FORCE_COLOR is set.
+    os.mkfifo(tmp_path / "fifo")
+    code, _, err = launches.run("-n2", script=COLOURED, NO_COLOR="1")
+    assert code == 1
+    assert "unisono run: first failure: rank 1 " in err
+    assert err.endswith("ValueError: text\n")
+
+
+def test_the_report_as_json(launches, tmp_path):
+    for script, code, flag in (("raise SystemExit(7)", 7, "--error-json"), ("", 0, "--json")):
+        assert launches.run("-n2", flag, "r.json", script=script)[0] == code
+        report = json.loads((tmp_path / "r.json").read_text())
+        assert (report["exit_code"], bool(report["failures"])) == (code, bool(code))
+    code, _, err = launches.run("-n2", "--json", "-", script="")
+    assert (code, "standard output is that of the workers" in err) == (2, True)
+
+
+def test_last_lines_without_a_traceback_are_printed_once(launches):
+    code, _, err = launches.run("-n1", script="def f(:\n")
+    assert code == 1
+    assert err.endswith("; its traceback is above: SyntaxError: invalid syntax\n")
+    assert err.count("    def f(:\n") == 1
+    code, _, err = launches.run("-n1", script="import sys\nsys.exit('no data')")
+    assert re.fullmatch(
+        "no data\nunisono run: first failure: rank 0 .* code 1; its last lines are above\n", err
+    )
 
 
 @pytest.mark.linux("watches processes")
@@ -330,7 +408,7 @@ raise ValueError("the cause")
     code, _, err = launches.run("-n3", script=script.replace("RAISED", raised))
     assert code == 1
     lines = err.splitlines()
-    assert lines[-1] == "ValueError: the cause"
+    assert lines[-1].endswith("ValueError: the cause")
     [consequence] = [line for line in lines if line.startswith("unisono run: rank 0")]
     assert consequence.endswith(f"exited with code 1: {told}")
 
@@ -388,7 +466,7 @@ def test_consequences_alone_are_a_failure(launches, nprocs):
     code, _, err = launches.run("-n", nprocs, "--max-restarts=1", script=script)
     assert code == 1
     assert err.count("restart 1 of 1") == 1
-    assert err.splitlines()[-1] == "PeerLostError: the other"
+    assert err.endswith("PeerLostError: the other\n")
     told = re.findall(r"^unisono run: (?:first failure: )?rank \d \((pid \d+)", err, re.MULTILINE)
     assert len(set(told)) == len(told), "a failure is told once"
 

@@ -36,7 +36,7 @@ def test_a_traceback_ends_in_the_users_line(launches):
     assert code == 1
     # From 3.13 on, Python marks a part of some lines.
     plain = re.sub(r"\n +[~^]+(?=\n)", "", err)
-    assert plain.count(WHERE.format(file=launches.folder / "script.py")) == 2  # rank and report
+    assert plain.count(WHERE.format(file=launches.folder / "script.py")) == 1
     assert OWN_FOLDER not in err
 
 

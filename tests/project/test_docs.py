@@ -195,6 +195,8 @@ def test_outputs_are_compared():
     assert same("...\nb\n...\nd\n", "a\nb\nc\nd\n")
     assert not same("...\nb\n...\nd\n", "a\nd\nc\nb\n")
     assert not same("...\nb\n", "a\nb\nc\n")
+    assert same("...\nb ...\n", "a\nb c d\n")
+    assert not same("...\nb ...\n", "a\nb c\nd\n")
     quiet = "rank 1 had not entered it 1.0 s ago and did not answer again\n"
     assert same("rank 1 never entered it\n", quiet)
 

@@ -88,13 +88,16 @@ def row(op="all_reduce", nbytes=1024, wrong=0, ranks=4, **times_us):
         *(("8", 8), ("64k", 65536), ("64M", 64 << 20), ("2G", 2 << 30), ("1T", 1 << 40)),
         *((text, 1 << 20) for text in ("1MiB", "1MB", "1 MB", "1 mib", " 1M ", "1024KiB")),
         *(("1.5M", 3 << 19), ("8 B", 8), ("0.25 KiB", 256)),
+        *(("1e6", 10**6), ("1.5e6", 1_500_000), ("2E+3 B", 2000)),
     ],
 )
-def test_sizes_are_powers_of_1024(text, nbytes):
+def test_sizes_are_powers_of_1024_unless_they_have_an_exponent(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "M", "8X", "-1", "0.3K", "1.5", "8  M", "8iB", "1e3"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "M", "8X", "-1", "0.3K", "1.5", "8  M", "8iB", "1e3K", "1e-3"]
+)
 def test_other_sizes_are_refused(text):
     with pytest.raises(InvalidArgumentError, match="must be a size"):
         parse_nbytes(text)

@@ -101,6 +101,8 @@ def test_help_has_80_columns_and_the_algorithms(capsys, monkeypatch):
         ("explain", "all_reduce", "1M", "-n", "4"),
         ("simulate", "all_reduce", "-n", "4", "--algorithm", "ring"),
         ("tune", "--show"),
+        ("draw", "all_reduce", "-n", "4", "--algorithm", "ring"),
+        ("synthesize", "all_reduce", "-n", "4", "-b", "1M", "--candidates", "5"),
     ],
 )
 def test_json_without_a_file_replaces_the_text(words, capsys, tmp_path, monkeypatch):
@@ -111,7 +113,47 @@ def test_json_without_a_file_replaces_the_text(words, capsys, tmp_path, monkeypa
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(text)
     shown = capsys.readouterr().out
     assert shown != text
-    assert words[0] == "tune" or "ring" in shown
+    assert words[0] in ("tune", "draw") or "ring" in shown
+
+
+def document(capsys, *words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_drawing_has_its_messages(capsys):
+    ring = ("all_reduce", "-n", "4", "--algorithm", "ring")
+    found = document(capsys, "draw", *ring)
+    assert (found["rounds"], found["unit"], found["end"], found["fault"]) == (6, "round", 6, None)
+    assert sorted((m["begin"], m["source"], m["target"]) for m in found["messages"]) == [
+        (k, rank, (rank + 1) % 4) for k in range(6) for rank in range(4)
+    ]
+    timed = document(capsys, "draw", *ring, "--net", "switch", "-b", "1M")
+    (row,) = document(capsys, "simulate", *ring, "--net", "switch", "-b", "1M")["rows"]
+    assert (timed["unit"], timed["end"]) == ("us", pytest.approx(row["time_us"]))
+    assert timed["end"] == pytest.approx(max(m["end"] for m in timed["messages"]), rel=0.2)
+    with pytest.raises(SystemExit):
+        main(["draw", *ring])
+    assert "is required: -o/--output, --json" in capsys.readouterr().err
+
+
+def test_json_of_a_search_has_all_candidates(capsys, tmp_path):
+    more = ("-n", "4", "-b", "1M", "--net", "switch")
+    path = str(tmp_path / "best.py")
+    found = document(capsys, "synthesize", "all_reduce", *more, "--candidates", "5", "-o", path)
+    times = [each["time_us"] for each in found["candidates"]]
+    assert times == sorted(times)
+    assert found["bound_us"] <= times[0] <= found["shipped"]["time_us"]
+    assert (found["ended"], found["files"], len(times) >= 5) == ("candidates", [path], True)
+    ring = next(each for each in found["candidates"] if each["schedule"] == "ring")
+    assert (ring["rounds"], ring["bytes_sent_per_byte"]) == (6, 1.5)  # 2 (p - 1), 2 (p - 1) / p
+    assert main(["synthesize", "all_reduce", *more, "--json", str(tmp_path / "no" / "x.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_iters_beside_the_n_of_nccl_tests_are_refused(capsys):
+    assert main(["bench", "all_reduce", "-n", "4", "--ranks", "2", "--iters", "9"]) == 1
+    assert "-n 4 --iters 9: both are the calls per round" in capsys.readouterr().err
 
 
 def test_top_takes_a_job_after_json(monkeypatch, capsys):
@@ -164,6 +206,31 @@ def test_colours_are_for_terminals(monkeypatch, plain_terminal):
     monkeypatch.setenv("FORCE_COLOR", "")
     monkeypatch.setenv("TERM", "dumb")
     assert not has_colours(Terminal())
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}, False),
+    ],
+)
+def test_variables_for_colours_hold_for_the_table_of_bench(
+    variables, coloured, monkeypatch, plain_terminal, capsys
+):
+    pytest.importorskip("rich")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "unisono.workbench.bench.launch.run_ranks",
+        lambda plan: iter([{"kind": "note", "text": "a note"}]),
+    )
+    main(["bench", "all_reduce"])
+    out = capsys.readouterr().out
+    assert "a note" in out
+    assert ("\x1b[" in out) == coloured
 
 
 def test_the_prefix_of_each_rank_has_its_colour():

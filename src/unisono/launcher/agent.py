@@ -169,7 +169,10 @@ class Agent:
             self._orders = _Orders(self._rendezvous, self.notify)
             stack.callback(self._leave)
             stack.callback(resources.warm.close)
-            return self._run_worlds(output)
+            result = self._run_worlds(output)
+        # Now the console has all output.
+        text = result.failures[0].text if result.failures else ""
+        return replace(result, is_shown=output.ends_with(text))
 
     def notify(self, line: str) -> None:
         """Show a line of text; while the launch runs, without waiting for a reader."""

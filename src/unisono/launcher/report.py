@@ -247,6 +247,7 @@ def render(
     places: Mapping[int, str],
     *,
     prefix: str = "",
+    is_shown: bool = False,
 ) -> str:
     """Return a report of one line per rank; the first failure's own text comes last.
 
@@ -256,6 +257,7 @@ def render(
         left_s: See `leavers`.
         places: Where stopped ranks were, or what they had printed, as far as that is known.
         prefix: Text before each line that the launcher adds.
+        is_shown: Whether the first failure's text stands right above the report already.
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
@@ -263,5 +265,9 @@ def render(
     if left := leavers(first, left_s):
         lines.append(left)
     lines.append(f"first failure: {first.line()}")
+    if is_shown:
+        found = "traceback is" if has_traceback(first.text) else "last lines are"
+        reason = exception_line(first.text)
+        lines[-1] += f"; its {found} above{reason and ': '}{reason}"
     report = "\n".join(prefix + line for line in lines)
-    return f"{report}\n{first.text}" if first.text else report
+    return f"{report}\n{first.text}" if first.text and not is_shown else report

@@ -115,6 +115,7 @@ class LaunchResult:
         restarts: Number of restarts of the job.
         reason: Why the nodes could not continue together, or "".
         idle: Whether no worker of this node was ever taken in by the ranks that it was to join.
+        is_shown: Whether the root cause's text is the last that a worker put on the console.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -126,6 +127,7 @@ class LaunchResult:
     restarts: int = 0
     reason: str = ""
     idle: bool = False
+    is_shown: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -145,7 +147,7 @@ class LaunchResult:
 
 
 def as_document(result: LaunchResult) -> dict[str, Any]:
-    """Return the content of `--error-json`; `failures` are in the order of the text report."""
+    """Return the content of `--json`; `failures` are in the order of the text report."""
     return {
         "exit_code": result.exit_code,
         "signal": signal_name(result.signum) if result.signum is not None else None,

@@ -24,10 +24,12 @@ from unisono.core.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.output.colours import has_colours
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
-from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
+from unisono.launcher.output.reader import CONTROL, OutputReader, Sink, WorkerStream
 from unisono.launcher.workers.worker import CommandWorker, Stdout
 
 DEFAULT_PREFIX = "[rank {rank}] "
+
+_LAST_BYTES = 64 * 1024
 
 
 class Std(enum.IntFlag):
@@ -181,15 +183,15 @@ class Output:
         self._folder = ""
         self._scratch = ""
         self._files: dict[str, IO[bytes]] = {}
-        # If stdout and stderr differ, each has a thread: if stdout is not read, stderr continues.
-        self._is_one = _are_one(sys.stdout, sys.stderr)
-        self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
+        self._last: tuple[WorkerName | None, bytes] = None, b""
+        # If stdout and stderr differ, each has a thread: if stdout is not read, stderr continues.
         self._readers = {
             std: OutputReader(partial(self._tick, std), partial(self._release, std))
-            for std in ((Std.ERR,) if self._is_one else _NAMES)
+            for std in ((Std.ERR,) if _are_one(sys.stdout, sys.stderr) else _NAMES)
         }
         self._readers.setdefault(Std.OUT, self._readers[Std.ERR])
+        self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self.stdout = options.stdout(nprocs, sys.stdout.isatty())
 
     def error_file(self, name: WorkerName) -> str:
@@ -227,6 +229,11 @@ class Output:
         """Show a line of the launcher, without waiting for a reader."""
         self._readers[Std.ERR].do(partial(self._notify, line))
 
+    def ends_with(self, text: str) -> bool:
+        """Whether the last lines that a worker put where standard error leads are this text."""
+        lines = CONTROL.sub(b"", self._last[1]).decode("utf-8", errors="replace").splitlines()
+        return bool(text) and "\n".join(["", *lines]).endswith(f"\n{text}")
+
     @property
     def is_stuck(self) -> bool:
         """Whether output was left unread at `close`."""
@@ -245,6 +252,10 @@ class Output:
             import shutil  # slow to import; at this point all workers have ended
 
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def _is_one(self) -> bool:
+        return self._readers[Std.OUT] is self._readers[Std.ERR]
 
     def _sink(self, std: TextIO) -> Sink:
         screen = self._options.screen
@@ -277,7 +288,11 @@ class Output:
         options, local_rank = self._options, name.local_rank
         sinks = []
         if options.to_console(std, local_rank):
-            sinks.append(self._console(std, name))
+            console = self._console(std, name)
+            remembers = std is Std.ERR or self._is_one
+            sinks.append(
+                _Remembered(console, partial(self._remember, name)) if remembers else console
+            )
         filters = options.stdout_filters if std is Std.OUT else options.stderr_filters
         if filters:
             path = os.path.join(self._attempt_folder(name), f"filtered_{_NAMES[std]}.log")
@@ -287,6 +302,10 @@ class Output:
             folder = os.path.join(self._attempt_folder(name), str(local_rank))
             files.append(_create(os.path.join(folder, f"{_NAMES[std]}.log")))
         return self._readers[std].add(source, *sinks, files=files, keep_tail=std is Std.ERR)
+
+    def _remember(self, name: WorkerName, data: bytes) -> None:
+        before = self._last[1] if self._last[0] == name else b""
+        self._last = name, (before + data)[-_LAST_BYTES:]
 
     def _console(self, std: Std, name: WorkerName) -> Sink:
         stream = sys.stdout if std is Std.OUT else sys.stderr
@@ -336,6 +355,21 @@ class Output:
                 ) from error
             self.notify(f"logs in {self._folder}")
         return os.path.join(self._folder, f"attempt_{name.attempt}")
+
+
+class _Remembered:
+    """Passes all on, and then calls a function with it."""
+
+    def __init__(self, sink: Sink, remember: Callable[[bytes], None]) -> None:
+        self._sink = sink
+        self._remember = remember
+
+    def write(self, data: bytes) -> None:
+        self._sink.write(data)
+        self._remember(data)
+
+    def flush(self) -> None:
+        self._sink.flush()
 
 
 class _Filter:

@@ -27,7 +27,9 @@ TRACEBACK = b"Traceback (most recent call last):"
 """Begin of a traceback. It is passed on together with all that follows it without a pause within a
 second, so that tracebacks of several ranks do not mix."""
 
-_CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Control sequences, such as colours."""
+
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _IDLE_S = 0.2
@@ -74,8 +76,8 @@ class WorkerStream:
         self._traceback_since_s: float | None = None
 
     def tail(self) -> str:
-        """Return the last 64 KiB of the stream."""
-        return self._tail.decode("utf-8", errors="replace")
+        """Return the last 64 KiB of the stream without colours, which hide names of errors."""
+        return CONTROL.sub(b"", self._tail).decode("utf-8", errors="replace")
 
     def pump(self) -> bool:
         """Read once and pass on the complete lines; return False at the end of file."""
@@ -116,7 +118,7 @@ class WorkerStream:
         """
         if not self._partial:
             return None
-        if idle_s and not _CONTROL.sub(b"", self._partial):
+        if idle_s and not CONTROL.sub(b"", self._partial):
             # The line has only control sequences, for example to show the cursor. They belong to
             # the text that follows.
             return None

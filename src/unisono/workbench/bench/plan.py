@@ -289,15 +289,15 @@ def cases(op: str, plan: BenchPlan) -> Iterator[Case]:
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the number of bytes of 8, 64K, 1.5M, "1 MB", 1GiB: powers of 1024, as in nccl-tests.
+    """Return the bytes of 8, 64K, 1.5M, "1 MB", 1GiB: powers of 1024, as in nccl-tests; or of 1e6.
 
     Raises:
         InvalidArgumentError: The text has another form, or is no whole number, or 0.
     """
-    found = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))? ?(?:([KMGT])I?)?B?", text.strip().upper())
-    if found:
-        digits, decimals, unit = found[1], found[2] or "", found[3] or " "
-        scaled = int(digits + decimals) << 10 * " KMGT".index(unit)
+    number, unit = r"([0-9]+)(?:\.([0-9]+))?", r"(?:E\+?([0-9]{1,2}) ?| ?([KMGT])I?| )?"
+    if found := re.fullmatch(rf"{number}{unit}B?", text.strip().upper()):
+        digits, decimals, power, letter = found[1], found[2] or "", found[3] or 0, found[4] or " "
+        scaled = int(digits + decimals) * int(10 ** int(power)) << 10 * " KMGT".index(letter)
         nbytes, rest = divmod(scaled, int(10 ** len(decimals)))
         if nbytes and not rest:
             return nbytes

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from statistics import geometric_mean
 from typing import Any
 
-from unisono.core.base.config import environ
 from unisono.core.platform.machine import busy_text, cpu_model, load_average, usable_cores
 from unisono.core.platform.posix import require_posix
 from unisono.launcher.output.colours import has_colours
@@ -246,14 +245,13 @@ class ReportTable:
 
 
 def _console() -> Any:
-    """Return rich's console if rich is installed and standard output is a terminal."""
-    if not has_colours(sys.stdout) or environ().get("TERM", "dumb") == "dumb":
-        return None
-    if importlib.util.find_spec("rich") is None:
+    """Return rich's console if rich is installed and standard output shows colours."""
+    if not has_colours(sys.stdout) or importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console
 
-    return Console(highlight=False)
+    # Otherwise TERM, which FORCE_COLOR overrules, would decide again.
+    return Console(highlight=False, force_terminal=True, color_system="standard")
 
 
 _WIDTHS = (12, 12, 8, 6, 4, 7, 7, 7, 6)

@@ -247,6 +247,11 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
     iters, ranks = options.iters, options.ranks
     if options.number and not _has_ranks(options):
         ranks = options.number
+    elif options.number and options.iters:
+        raise InvalidArgumentError(
+            f"-n {options.number} --iters {options.iters}: both are the calls per round, because "
+            "another flag sets the ranks, as in nccl-tests"
+        )
     elif options.number:
         iters = options.number
     per_host = (ranks or (2 if share == 1 else 1)) * share

@@ -15,6 +15,7 @@ from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
     add_algorithms,
+    add_json,
     add_parser,
     add_picture,
     add_ranks,
@@ -23,6 +24,7 @@ from unisono.workbench.cli.flags import (
     non_negative,
     operation,
     positive,
+    write_json,
     write_text,
 )
 from unisono.workbench.cli.simulate import check_hosts, local_of, machine_of, per_host_of
@@ -69,12 +71,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="draw an algorithm of your own also if it is wrong, and mark the step that fails",
     )
-    add_picture(parser, "FILE.svg, .png, .pdf, or the page FILE.html", required=True)
+    add_picture(parser, "FILE.svg, .png, .pdf, or the page FILE.html")
+    add_json(parser)
 
 
 def _draw(options: argparse.Namespace) -> int:
-    suffix = Path(options.output).suffix
-    check_output("draw", options.output, ".svg", ".html")
+    if options.output:
+        check_output("draw", options.output, ".svg", ".html")
+    elif not options.json:
+        options.parser.error("one of the following arguments is required: -o/--output, --json")
+    suffix = Path(options.output or "").suffix
     if options.ranks > _MOST_RANKS:
         raise InvalidArgumentError(
             f"-n {options.ranks}: a picture has at most {_MOST_RANKS} ranks",
@@ -108,9 +114,25 @@ def _draw(options: argparse.Namespace) -> int:
         write_text(options.output, page(timeline, template.read_text(encoding="utf-8")))
     elif suffix == ".svg":
         write_text(options.output, diagram(timeline).svg())
-    else:
+    elif options.output:
         _write(options.output, diagram(timeline))
+    write_json(options, _document(timeline))
     return 0
+
+
+def _document(timeline: Timeline) -> dict[str, Any]:
+    """Return what is drawn; times are in us, or in rounds without a network."""
+    schedule, unit = timeline.schedule, 1 if timeline.result is None else 1e6
+    messages = [
+        each._asdict() | {"begin": each.begin / unit, "end": each.end / unit}
+        for each in timeline.messages
+    ]
+    return {
+        "op": schedule.collective, "algorithm": schedule.algorithm, "ranks": schedule.world_size,
+        "rounds": schedule.rounds, "unit": "round" if timeline.result is None else "us",
+        "end": timeline.end / unit, "messages": messages,
+        "fault": timeline.fault and timeline.fault.text,
+    }  # fmt: skip
 
 
 def _timeline(options: argparse.Namespace) -> Timeline:

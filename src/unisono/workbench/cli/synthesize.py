@@ -6,12 +6,13 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
+    add_json,
     add_parser,
     add_ranks,
     check_writable,
@@ -20,6 +21,7 @@ from unisono.workbench.cli.flags import (
     operation,
     positive,
     seconds,
+    write_json,
     write_text,
 )
 from unisono.workbench.cli.simulate import (
@@ -71,6 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--candidates", type=positive, default=300, metavar="N", help="to try at most (300)")
     add("--seed", type=non_negative, default=0, metavar="N", help="of the random changes (0)")
     add("-o", "--output", action="append", default=[], metavar="FILE", help="FILE.py or FILE.xml")
+    add_json(parser, text_too=True)
 
 
 def _synthesize(options: argparse.Namespace) -> int:
@@ -84,6 +87,8 @@ def _synthesize(options: argparse.Namespace) -> int:
         if Path(output).suffix not in (".py", ".xml"):
             raise InvalidArgumentError(f"-o {output}: expected .py or .xml")
         check_writable(output)
+    if options.json not in (None, "-"):
+        check_writable(options.json)
     op, p, nbytes = options.op, options.ranks, options.size
     per_host = per_host_of(p, options.hosts) if options.hosts else 0
     options.net = options.net or default_net(per_host)
@@ -120,18 +125,32 @@ def _synthesize(options: argparse.Namespace) -> int:
     print(f"# {us_text(bound_us)} us is the least time of any algorithm without reducing switches")
     for output in options.output:
         _write(options, output, found.best[0], net.name)
+    document = {
+        "op": op, "size_bytes": nbytes, "ranks": p, "net": net.name, "bound_us": bound_us,
+        "ended": found.ended, "refused": found.refused,
+        "candidates": [_row(each) for each in found.best],
+        "shipped": found.shipped and _row(found.shipped), "files": options.output,
+    }  # fmt: skip
+    write_json(options, document)
     return 0
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    from unisono.core.schedules.cost import cost
+
+    counted = cost(candidate.schedule)
+    sent = float(counted.bytes_sent)
+    row = {"time_us": candidate.us, "rounds": counted.rounds, "bytes_sent_per_byte": sent}
+    return row | {"schedule": str(candidate.plan)}
 
 
 def _print(candidates: Sequence[Candidate], bound_us: float) -> None:
     """Print a line for each candidate."""
-    from unisono.core.schedules.cost import cost
-
     for each in candidates:
-        counted = cost(each.schedule)
+        row = _row(each)
         times = f"{each.us / bound_us:>9.2f}" if bound_us else f"{'-':>9}"
-        sent = f"{float(counted.bytes_sent):.3g} n"
-        print(f"{us_text(each.us):>12} {times} {counted.rounds:>7} {sent:>9}  {each.plan}")
+        sent = f"{row['bytes_sent_per_byte']:.3g} n"
+        print(f"{us_text(each.us):>12} {times} {row['rounds']:>7} {sent:>9}  {each.plan}")
 
 
 def _write(options: argparse.Namespace, output: str, best: Candidate, net: str) -> None:

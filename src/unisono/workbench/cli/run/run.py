@@ -47,9 +47,9 @@ _LATE_FLAG = re.compile("-np?[0-9]*|--(nproc|nnodes|max[-_]restarts).*")
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
 as torchrun does, so that a script runs under both. The system chooses the port, so any number of
-launches can run at once. If a worker fails, the others are stopped. The last text printed is the
-traceback of the first failure. The command exits with the exit code of the worker that failed first
-(128 + number if a signal killed the worker)."""
+launches can run at once. If a worker fails, the others are stopped. The last line names the first
+failure, or its traceback follows if other text stands between. The command exits with the exit code
+of the worker that failed first (128 + number if a signal killed the worker)."""
 
 _EPILOG = """\
 Each option can also be set in the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
@@ -88,8 +88,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--error-json",
-        metavar="PATH",
-        help="write the failure report to this file as well, as JSON",
+        "--json",
+        metavar="FILE",
+        help="write the report at the end as JSON, also after success, to this file",
     )
     add(
         "--stats",
@@ -118,6 +119,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.error_json == "-":
+        options.parser.error("--json -: standard output is that of the workers; name a file")
     terminal = sys.stdout.isatty()
     least, most = options.nproc_per_node
     several = most > 1 or ":" in options.command
@@ -167,7 +170,7 @@ def _run(options: argparse.Namespace) -> int:
         result = agent.run()
     if stats:
         _show(take_stats(stats))
-    if options.error_json is not None and result.exit_code != 0:
+    if options.error_json is not None:
         _write_json(options.error_json, as_document(result))
     # This launcher may be a worker of another launcher.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
@@ -324,8 +327,9 @@ def _print_report(result: LaunchResult) -> None:
         _show(result.reason)
     if result.failures:
         report = render(
-            result.failures, result.stopped, result.left_s, result.places, prefix=_PREFIX
-        )
+            result.failures, result.stopped, result.left_s, result.places,
+            prefix=_PREFIX, is_shown=result.is_shown,
+        )  # fmt: skip
         if has_colours(sys.stderr):
             named = f"{_PREFIX}first failure: {result.failures[0].line()}"
             report = report.replace(named, painted(named, "bold", "red"), 1)
