@@ -90,8 +90,11 @@ def test_what_cannot_be_registered():
         register_algorithm("broadcast", "mine", lambda p: None)
     with pytest.raises(InvalidArgumentError, match="all_reduce needs no parameter `root`"):
         register_algorithm("all_reduce", "mine", chain)
-    with pytest.raises(InvalidArgumentError, match="'ring': broadcast has another such algorithm"):
+    with pytest.raises(
+        InvalidArgumentError, match="'ring': broadcast has another such algorithm"
+    ) as shipped:
         register_algorithm("broadcast", "ring", chain)
+    assert shipped.value.hint == "'ring' comes with unisono: rename yours"
     register_algorithm("broadcast", "rootless", lambda p, root: replace(chain(p, root), root=-1))
     text = "'rootless': the builder returned a schedule with root -1, expected 2"
     with pytest.raises(InvalidArgumentError, match=text) as caught:
@@ -346,6 +349,25 @@ def test_files_without_the_algorithm(mine, tmp_path):
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("op", ["broadcast", "all_gather"])
+def test_a_function_of_another_operation_is_named_as_such(tmp_path, capsys, op):
+    file = tmp_path / "kinds.py"
+    file.write_text(
+        "from unisono.lowlevel import Schedule, build\n"
+        "def mine(p):\n    return build('all_reduce', 'ring', p)\n"
+        "def odd(p):\n    return Schedule('allreduce', 'odd', p, 1, None)\n"
+        "def typo(p):\n    return Shedule()\n"
+    )
+    for name, expected in (
+        ("mine", f"kinds.py:mine is an algorithm of all_reduce, not of {op}"),
+        ("odd", "unknown collective 'allreduce' (known: all_reduce, "),
+    ):
+        assert main(["simulate", op, "-n", "4", "--algorithm", f"{file}:{name}"]) == 1
+        assert expected in capsys.readouterr().err
+    assert main(["explain", f"{file}:typo"]) == 1
+    assert 'is not defined"): kinds.py:7, in typo' in capsys.readouterr().err
+
+
 def test_bench_measures_it_on_all_ranks(mine, tmp_path):
     text = mine.read_text().replace("(4, 2, 2)", "(2, 1)")
     mine.write_text(text)
