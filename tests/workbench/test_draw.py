@@ -28,7 +28,43 @@ def test_svg_of_a_run_has_the_time_of_simulate(tmp_path, capsys):
     draw(*what, "-b", "1M", "-o", file)
     assert main(["simulate", *map(str, what), "-b", "1M"]) == 0
     time = capsys.readouterr().out.splitlines()[-1].split()[3]
-    assert f"all_reduce, ring: {time} µs on 16 ranks, 480 messages" in file.read_text()
+    title = f"all_reduce, ring: {time} µs on 16 ranks, 480 messages; "
+    title += "1 MiB on net fat-tree of 4 hosts<"
+    assert title in file.read_text()
+    # The parts have the names of the columns.
+    assert re.search("critical path: latency .* %, sending .* %, busy .* %, ends", file.read_text())
+
+
+def test_the_pieces_of_a_run_are_those_of_simulate(tmp_path, capsys):
+    file = tmp_path / "a.svg"
+    what = ("all_reduce", "-n", 8, "--net", "switch", "--algorithm", "tree", "-b", "1M")
+    for more, pieces in (((), 4), (("--pipeline", "auto"), 4), (("--pipeline", 2), 2)):
+        draw(*what, *more, "-o", file)
+        assert main(["simulate", *map(str, (*what, *more))]) == 0
+        cells = capsys.readouterr().out.splitlines()[-1].split()
+        assert cells[8] == str(pieces)
+        assert f"tree: {cells[3]} µs on 8 ranks" in file.read_text()
+        assert f"; 1 MiB on net switch, {pieces} pieces<" in file.read_text()
+    # Of a network with channels, which a picture has not.
+    draw("all_reduce", "-n", 8, "--net", "dgx-a100", "--algorithm", "ring", "-o", file)
+    assert "on net dgx-a100, without its 8 channels<" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--algorithm", "tree", "--pipeline", "auto"], "rounds have no size, which decides"),
+        (["--algorithm", "ring", "-r", "3"], "-r 3: all_reduce has no root"),
+        (["--algorithm", "two_level"], "8 ranks are 8 hosts here\n  hint: --hosts 2 makes two"),
+        (
+            ["--algorithm", "two_level", "--net", "fat-tree"],
+            "needs several hosts with 2 ranks or more; 8 ranks are 1 host here",
+        ),
+    ],
+)
+def test_what_a_flag_cannot_do_is_told(tmp_path, capsys, words, expected):
+    assert main(["draw", "all_reduce", *words, "-o", str(tmp_path / "a.svg")]) == 1
+    assert expected in capsys.readouterr().err
 
 
 def test_lanes_and_the_heat_map_have_one_axis_of_time(tmp_path):

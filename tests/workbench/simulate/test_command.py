@@ -707,6 +707,20 @@ def test_the_header_says_what_is_simulated(capsys, words, note):
     assert note in capsys.readouterr().out.splitlines()[1]
 
 
+def test_the_header_has_the_latency_from_rank_to_rank(capsys, tmp_path):
+    """Of a file without `about`; a message crosses two links of a switch, or one between hosts."""
+    net = tmp_path / "mine.toml"
+    for topology, us in (("switch", 10), ("full", 5), ("hosts", 5)):
+        net.write_text(f'topology = "{topology}"\nlatency_us = 5\n')
+        assert main(["simulate", "all_reduce", "--net", str(net), "--algorithm", "ring"]) == 0
+        head, far, *_ = capsys.readouterr().out.splitlines()
+        assert head == f"# all_reduce; net {net}"
+        assert far == f"# an empty message to the farthest of 16 ranks: {us} us"
+    for op in ("simulate all_reduce", "explain all_reduce 1M"):
+        assert main([*op.split(), "-r", "3"]) == 1
+        assert "-r 3: all_reduce has no root" in capsys.readouterr().err
+
+
 def test_two_levels_on_unequal_hosts(capsys):
     words = ["-n", "8", "--hosts", "3", "--algorithm", "two-level"]
     assert main(["simulate", "all_reduce", *words]) == 1

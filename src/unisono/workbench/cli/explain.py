@@ -32,6 +32,7 @@ from unisono.workbench.cli.flags import (
 from unisono.workbench.cli.simulate import (
     MANY,
     SHARE_NO_LINK,
+    check_root,
     coded_row,
     default_net,
     machine_of,
@@ -105,6 +106,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.size is None:
         options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
     options.ranks = options.ranks or 2
+    check_root(options.op, options.root)
     check_compress(options)
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)

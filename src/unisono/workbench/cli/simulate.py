@@ -211,6 +211,7 @@ def _predictions(
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    check_root(options.op, options.root)
     if options.against:
         return _against(options)
     check_compress(options)
@@ -227,9 +228,13 @@ def _simulate(options: argparse.Namespace) -> int:
     for p in options.ranks if options.algorithm != "all" else ():
         for name in options.algorithm.split(","):
             _scheduled(options, net, name, (p, local_of(net, p), least))
-    print(f"# {options.op}; net {net.name}: {plain(net.values['about'])}")
+    about = f": {plain(net.values['about'])}" * bool(net.values["about"])
+    print(f"# {options.op}; net {net.name}{about}")
     shares = "" if net.values["model"] != "alpha-beta" else SHARE_NO_LINK
-    for note in (_hosts_note(options, net), sizes.note(), shares):
+    most = max(options.ranks)
+    far = f"an empty message to the farthest of {most:,} ranks: {net.delay_us(most):g} us"
+    far *= net.values["model"] != "loggops"
+    for note in (_hosts_note(options, net), sizes.note(), shares, far):
         if note:
             print(f"# {note}")
     if net.values["model"] == "loggops":
@@ -460,9 +465,9 @@ def _scheduled(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> tuple[Schedule, Network | None, int]:
     """Return a schedule, its network if switches reduce in it, and its pipeline depth."""
-    from unisono.core.schedules import build, select
+    from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
-    from unisono.core.schedules.registry import entry, known_algorithms
+    from unisono.core.schedules.registry import known_algorithms
     from unisono.workbench.simulate.machines import REDUCING
 
     p, local, nbytes = shape
@@ -470,14 +475,23 @@ def _scheduled(
         if options.goal:
             raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
         return net.in_switches(name, p, nbytes, options.pipeline)
-    depth, found, per_host = 1, entry(options.op, name), net.values["ranks_per_host"]
-    check_hosts(options.op, name, p, per_host)
-    if found.pipelined:
-        # Without a depth, that of a group.
-        topology = topology_on(net, p)
-        depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
+    check_hosts(options.op, name, p, net.values["ranks_per_host"])
+    depth = depth_of(options, net, name, shape)
     root = options.root if options.op in ROOTED else -1
     return build(options.op, name, p, root, depth, local), None, depth
+
+
+def depth_of(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> int:
+    """Return the pipeline depth of an algorithm; without --pipeline, that of a group."""
+    from unisono.core.schedules import select
+    from unisono.core.schedules.registry import entry
+
+    p, _, nbytes = shape
+    if not entry(options.op, name).pipelined:
+        return 1
+    return options.pipeline or select(options.op, nbytes, topology_on(net, p), name).pipeline
 
 
 def per_host_of(p: int, hosts: int) -> int:
@@ -496,15 +510,37 @@ def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
     """Check that an algorithm for equal hosts has them.
 
     Raises:
-        InvalidArgumentError: The last host has fewer ranks.
+        InvalidArgumentError: The last host has fewer ranks, there is one host, or one rank on each.
     """
     from unisono.core.schedules.registry import entry
 
-    if entry(op, name).two_level and p % per_host and p > per_host:
+    if not entry(op, name).two_level:
+        return
+    if not 1 < per_host < p:
+        raise InvalidArgumentError(
+            f"{op} ({name}) needs several hosts with 2 ranks or more; {p} ranks are "
+            + (f"{p} hosts here" if per_host == 1 else "1 host here"),
+            hint="--hosts 2 makes two of them"
+            if p % 2 == 0 and p > 2
+            else "for instance -n 4 --hosts 2",
+        )
+    if p % per_host:
         raise InvalidArgumentError(
             f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
             f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
         )
+
+
+def check_root(op: str, root: int) -> None:
+    """Check that an operation for which a root is given has one.
+
+    Raises:
+        InvalidArgumentError: It has none.
+    """
+    from unisono.core.schedules.ir import ROOTED
+
+    if root and op not in ROOTED:
+        raise InvalidArgumentError(f"-r {root}: {op} has no root")
 
 
 def local_of(net: Machine, p: int) -> int:

@@ -110,8 +110,12 @@ def _run(timeline: Timeline) -> Picture:
     wide = right - left
     bottom = _TOP + high * ranks + _LEGEND
     picture = Picture(right + 70, bottom + 66 + (24 + 13 * len(links) if links else 0))
-    title = f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs"
-    picture.label(12, 18, f"{title} on {ranks} ranks, {result.messages:,} messages", 13, bold=True)
+    title = (
+        f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs on {ranks} ranks, "
+        f"{result.messages:,} messages{'; ' * bool(timeline.about)}{timeline.about}"
+    )
+    picture.width = max(picture.width, 24 + 7.5 * len(title))
+    picture.label(12, 18, title, 13, bold=True)
     step = _round_step(end / 6e6)
     for k in range(int(end / 1e6 / step) + 1):
         x = left + wide * k * step * 1e6 / end
