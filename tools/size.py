@@ -34,7 +34,7 @@ SHELVES = {
     "beyond": 7_060,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
     "testing": 1_930,  # 1,850, and outcomes and asserts of processes
-    "workbench": 12_160,  # 8,290, replay, synthesize, one hand for the flags, turns, measurements
+    "workbench": 12_180,  # 8,290, replay, synthesize, one hand for the flags, turns, measurements
     "": 1_120,  # the public modules, and the module paths of torch.distributed
 }
 # A longer module holds more than one concept, as a rule.

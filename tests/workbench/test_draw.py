@@ -8,7 +8,7 @@ import pytest
 
 from unisono.core.schedules import build, registry
 from unisono.workbench.cli.main import main
-from unisono.workbench.simulate.pictures.diagrams import diagram
+from unisono.workbench.simulate.pictures.diagrams import columns, diagram
 from unisono.workbench.simulate.pictures.timeline import in_rounds
 
 
@@ -137,6 +137,33 @@ def test_a_message_that_has_arrived_is_seen_at_its_target(tmp_path):
     command = ["chromium", folder, "--force-prefers-reduced-motion", *words]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "<title>0seen,1seen,2seen,3seen</title>" in run.stdout
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_page_of_many_ranks_has_no_circles_that_overlap_and_marks_its_round(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 64, "--algorithm", "ring", "-o", file)
+    left, width, top, height = columns(build("all_reduce", "ring", 64))
+    ends = """<script>
+    show(3);
+    const at = (each) => ["cx", "cy", "r"].map((name) => Number(each.getAttribute(name)));
+    const all = [...ring.querySelectorAll("circle")].map(at);
+    const apart = all.every(([x, y, r], i) => all.every(
+      ([a, b, s], j) => i <= j || Math.hypot(x - a, y - b) >= r + s));
+    const found = ["x", "y", "width", "height"].map((name) => get("round").getAttribute(name));
+    show(0);
+    document.title = [all.length, apart, ...found, get("round")].join();
+    </script></body>"""
+    file.write_text(file.read_text().replace("</body>", ends))
+    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri())
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    command = ["chromium", folder, "--force-prefers-reduced-motion", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    frame = f"{left + 2 * width:g},{top:g},{width:g},{height:g}"
+    assert f"<title>128,true,{frame},</title>" in run.stdout
+    # A box of a round in the diagram is where the frame is.
+    box = f"{left + 2 * width:g},{top:g} {left + 3 * width:g},{top:g} "
+    assert f"<polygon points='{box}" in run.stdout.replace('"', "'")
 
 
 def test_a_page_fits_phones_and_dark_rooms(tmp_path):

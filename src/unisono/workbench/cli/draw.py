@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnisonoError
-from unisono.workbench.bench.algorithms import HELP, named
+from unisono.workbench.bench.algorithms import HELP, check_hosts, check_root, named
 from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.bench.plot import size_text
 from unisono.workbench.cli.explain import OP_NAMES
@@ -28,8 +28,6 @@ from unisono.workbench.cli.flags import (
     write_text,
 )
 from unisono.workbench.cli.simulate import (
-    check_hosts,
-    check_root,
     depth,
     depth_of,
     local_of,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.bench.algorithms import HELP, is_file, named, operation_of
+from unisono.workbench.bench.algorithms import HELP, check_root, is_file, named, operation_of
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.compress import (
     add_compress,
@@ -32,7 +32,6 @@ from unisono.workbench.cli.flags import (
 from unisono.workbench.cli.simulate import (
     MANY,
     SHARE_NO_LINK,
-    check_root,
     coded_row,
     default_net,
     machine_of,

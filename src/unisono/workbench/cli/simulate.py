@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.workbench.bench.algorithms import HELP, named, proof_note
+from unisono.workbench.bench.algorithms import HELP, check_hosts, check_root, named, proof_note
 from unisono.workbench.bench.plan import OPS, SizeRange
 from unisono.workbench.bench.simulated_plot import plot
 from unisono.workbench.cli.compress import (
@@ -504,43 +504,6 @@ def per_host_of(p: int, hosts: int) -> int:
     if -(-p // per_host) != hosts:
         raise InvalidArgumentError(f"-n {p} does not fill {hosts} hosts")
     return per_host
-
-
-def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
-    """Check that an algorithm for equal hosts has them.
-
-    Raises:
-        InvalidArgumentError: The last host has fewer ranks, there is one host, or one rank on each.
-    """
-    from unisono.core.schedules.registry import entry
-
-    if not entry(op, name).two_level:
-        return
-    if not 1 < per_host < p:
-        raise InvalidArgumentError(
-            f"{op} ({name}) needs several hosts with 2 ranks or more; {p} ranks are "
-            + (f"{p} hosts here" if per_host == 1 else "1 host here"),
-            hint="--hosts 2 makes two of them"
-            if p % 2 == 0 and p > 2
-            else "for instance -n 4 --hosts 2",
-        )
-    if p % per_host:
-        raise InvalidArgumentError(
-            f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
-            f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
-        )
-
-
-def check_root(op: str, root: int) -> None:
-    """Check that an operation for which a root is given has one.
-
-    Raises:
-        InvalidArgumentError: It has none.
-    """
-    from unisono.core.schedules.ir import ROOTED
-
-    if root and op not in ROOTED:
-        raise InvalidArgumentError(f"-r {root}: {op} has no root")
 
 
 def local_of(net: Machine, p: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from unisono.core.schedules.cost import cost
+from unisono.core.schedules.ir import Schedule
 from unisono.workbench.simulate.pictures.drawing import PALE, Picture, Point, heat
 from unisono.workbench.simulate.pictures.timeline import FaultMark, Span, Timeline
 
@@ -39,7 +40,7 @@ def diagram(timeline: Timeline) -> Picture:
 def _rounds(timeline: Timeline) -> Picture:
     schedule, ranks = timeline.schedule, timeline.schedule.world_size
     stages, high = schedule.stages, _lane(ranks)
-    wide = max(64, min(110, 420 // max(stages, 1)))
+    _, wide, *_ = columns(schedule)
     counted = cost(schedule)
     sent = f"{counted.bytes_sent} n".removeprefix("1 ")
     rounds = "1 round" if counted.rounds == 1 else f"{counted.rounds} rounds"
@@ -70,6 +71,12 @@ def _rounds(timeline: Timeline) -> Picture:
     x = _legend(picture, timeline, _TOP + high * ranks + 16, COLOURS[0])
     picture.label(x, _TOP + high * ranks + 16, "colour: first chunk", 10)
     return picture
+
+
+def columns(schedule: Schedule) -> tuple[float, float, float, float]:
+    """Return where the rounds of a diagram are: left, width of each, top, height."""
+    wide = max(64, min(110, 420 // max(schedule.stages, 1)))
+    return _LEFT, wide, _TOP - 4, _lane(schedule.world_size) * schedule.world_size + 2
 
 
 def _fault_text(fault: FaultMark) -> str:
