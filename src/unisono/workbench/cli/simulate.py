@@ -168,8 +168,8 @@ def _against(options: argparse.Namespace) -> int:
     for name, ratio, told in gaps:
         of = f" of {name}" * (len(gaps) > 1)
         if told:
-            times = f"{ratio:.2f} times the prediction"
-            print(f"# the last size{of} takes {times}; what would explain it:")
+            longer = f"{ratio:.2f} times the prediction"
+            print(f"# the last size{of} takes {longer}; what would explain it:")
             print("\n".join(f"# - {text}" for text in told))
     return 0
 
