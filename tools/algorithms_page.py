@@ -32,7 +32,8 @@ once. The counts here are for an engine that sends each post to every rank that 
 
 `unisono explain all_reduce 1M -n 64` shows the rounds in another world, and the choice of
 `unisono.lowlevel.select`. `algorithm="ring"` in a call or
-[`UNISONO_ALGO`](environment.md#unisono_algo-choose-algorithms) overrides it.
+[`UNISONO_ALGO`](environment.md#unisono_algo-choose-algorithms) overrides it,
+also with [your own](../howto/algorithms.md).
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def run(algorithm: str) -> str:
     net.values["ranks_per_host"] = 4
     schedule = build("all_reduce", algorithm, 16, local=4)
     network, costs = net.network(algorithm, 16), net.costs(algorithm)
-    return diagram(in_time(schedule, 1 << 20, network, costs, itemsize=4)).svg()
+    timeline = in_time(schedule, 1 << 20, network, costs, itemsize=4)
+    return diagram(replace(timeline, about="1 MiB on net fat-tree of 4 hosts")).svg()
 
 
 def speed(result: dict[str, Any]) -> str:

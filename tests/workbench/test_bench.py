@@ -811,6 +811,26 @@ def test_the_legend_of_a_plot_names_the_algorithm(bench, monkeypatch, tmp_path):
 
 
 @needs_matplotlib
+def test_a_plot_has_a_colour_for_each_algorithm(tmp_path):
+    """Also beside unisono's own blue, and for as many as anyone compares."""
+    from unisono.workbench.bench.plot import plot
+
+    names = ("unisono", "tree", "swing", "linear", "gloo", "mpi", "copy", "two_shot")
+    rows = [row(nbytes=n, **{name: k + 1.0 for k, name in enumerate(names)}) for n in (8, 64)]
+    host = {"cpu": "", "cores": 1, "load_before": 0, "load_after": 0}
+    result = {"rows": rows, "machine": host, "plan": {"nprocs": 2, "dtype": "float32"}}
+    file = tmp_path / "out.svg"
+    plot(result, str(file))
+    lines = re.findall(
+        r"fill: none; stroke: (#\w{6}); stroke-width: (?:2\.2|1\.4)", file.read_text()
+    )
+    assert len({*lines}) == len(names)
+    blues = [int(colour[5:], 16) for colour in lines if colour.startswith(("#00", "#1f"))]
+    assert blues.count(0xB2) == 3  # two panels and the legend
+    assert "#1f77b4" not in lines
+
+
+@needs_matplotlib
 def test_plot_of_one_size_is_refused(tmp_path):
     from unisono.workbench.bench.plot import plot
 

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.core.schedules import build, registry
 from unisono.workbench.cli.main import main
-from unisono.workbench.simulate.pictures.diagrams import diagram
+from unisono.workbench.simulate.pictures.diagrams import columns, diagram
 from unisono.workbench.simulate.pictures.timeline import in_rounds
 
 
@@ -28,7 +28,43 @@ def test_svg_of_a_run_has_the_time_of_simulate(tmp_path, capsys):
     draw(*what, "-b", "1M", "-o", file)
     assert main(["simulate", *map(str, what), "-b", "1M"]) == 0
     time = capsys.readouterr().out.splitlines()[-1].split()[3]
-    assert f"all_reduce, ring: {time} µs on 16 ranks, 480 messages" in file.read_text()
+    title = f"all_reduce, ring: {time} µs on 16 ranks, 480 messages; "
+    title += "1 MiB on net fat-tree of 4 hosts<"
+    assert title in file.read_text()
+    # The parts have the names of the columns.
+    assert re.search("critical path: latency .* %, sending .* %, busy .* %, ends", file.read_text())
+
+
+def test_the_pieces_of_a_run_are_those_of_simulate(tmp_path, capsys):
+    file = tmp_path / "a.svg"
+    what = ("all_reduce", "-n", 8, "--net", "switch", "--algorithm", "tree", "-b", "1M")
+    for more, pieces in (((), 4), (("--pipeline", "auto"), 4), (("--pipeline", 2), 2)):
+        draw(*what, *more, "-o", file)
+        assert main(["simulate", *map(str, (*what, *more))]) == 0
+        cells = capsys.readouterr().out.splitlines()[-1].split()
+        assert cells[8] == str(pieces)
+        assert f"tree: {cells[3]} µs on 8 ranks" in file.read_text()
+        assert f"; 1 MiB on net switch, {pieces} pieces<" in file.read_text()
+    # Of a network with channels, which a picture has not.
+    draw("all_reduce", "-n", 8, "--net", "dgx-a100", "--algorithm", "ring", "-o", file)
+    assert "on net dgx-a100, without its 8 channels<" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--algorithm", "tree", "--pipeline", "auto"], "rounds have no size, which decides"),
+        (["--algorithm", "ring", "-r", "3"], "-r 3: all_reduce has no root"),
+        (["--algorithm", "two_level"], "8 ranks are 8 hosts here\n  hint: --hosts 2 makes two"),
+        (
+            ["--algorithm", "two_level", "--net", "fat-tree"],
+            "needs several hosts with 2 ranks or more; 8 ranks are 1 host here",
+        ),
+    ],
+)
+def test_what_a_flag_cannot_do_is_told(tmp_path, capsys, words, expected):
+    assert main(["draw", "all_reduce", *words, "-o", str(tmp_path / "a.svg")]) == 1
+    assert expected in capsys.readouterr().err
 
 
 def test_lanes_and_the_heat_map_have_one_axis_of_time(tmp_path):
@@ -101,6 +137,33 @@ def test_a_message_that_has_arrived_is_seen_at_its_target(tmp_path):
     command = ["chromium", folder, "--force-prefers-reduced-motion", *words]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "<title>0seen,1seen,2seen,3seen</title>" in run.stdout
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_page_of_many_ranks_has_no_circles_that_overlap_and_marks_its_round(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 64, "--algorithm", "ring", "-o", file)
+    left, width, top, height = columns(build("all_reduce", "ring", 64))
+    ends = """<script>
+    show(3);
+    const at = (each) => ["cx", "cy", "r"].map((name) => Number(each.getAttribute(name)));
+    const all = [...ring.querySelectorAll("circle")].map(at);
+    const apart = all.every(([x, y, r], i) => all.every(
+      ([a, b, s], j) => i <= j || Math.hypot(x - a, y - b) >= r + s));
+    const found = ["x", "y", "width", "height"].map((name) => get("round").getAttribute(name));
+    show(0);
+    document.title = [all.length, apart, ...found, get("round")].join();
+    </script></body>"""
+    file.write_text(file.read_text().replace("</body>", ends))
+    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri())
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    command = ["chromium", folder, "--force-prefers-reduced-motion", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    frame = f"{left + 2 * width:g},{top:g},{width:g},{height:g}"
+    assert f"<title>128,true,{frame},</title>" in run.stdout
+    # A box of a round in the diagram is where the frame is.
+    box = f"{left + 2 * width:g},{top:g} {left + 3 * width:g},{top:g} "
+    assert f"<polygon points='{box}" in run.stdout.replace('"', "'")
 
 
 def test_a_page_fits_phones_and_dark_rooms(tmp_path):

@@ -94,7 +94,7 @@ SHOT = build("all_reduce", "one_shot", 4)
         (RING, changed(0, 1, [Op.SEND], OP, Op.POST), ["RECV_REDUCE from rank 1 meets a post"]),
         (SHOT, changed(0, 0, [Op.READ_REDUCE], OP, Op.RECV_REDUCE), ["meets a post"]),
         (SCATTER, changed(0, 1, [Op.RECV_REDUCE], DST_BUF, Buf.INPUT), ["INPUT is read-only"]),
-        (SHOT, without(0, 2, Op.READ), ["rank 2, round 1 (k=0)", "contribution of ranks 2 twice"]),
+        (SHOT, without(0, 2, Op.READ), ["rank 2, round 1 (k=0)", "contribution of rank 2 twice"]),
         (SHOT, without(0, 2, Op.POST), ["deadlock", "for 2"]),
         (RING, changed(0, 1, [Op.SEND], OP, 9), ["rank 1, round 1 (k=0)", "unknown op 9"]),
     ],
@@ -177,6 +177,15 @@ def test_a_buffer_without_chunks_is_named():
     with pytest.raises(ScheduleError, match=r"\[0, 1\) of INPUT, which has 0") as caught:
         verify(hand_made("all_reduce", rounds))
     assert "is in OUTPUT" in caught.value.hint
+    # A buffer of which the schedule has fewer chunks; but a gather has them on its root.
+    few = Schedule("all_reduce", "few", 2, 1, lambda k, r: [send(r, 1 - r, Buf.OUTPUT, r, 1)])
+    with pytest.raises(ScheduleError, match=r"\[1, 2\) of OUTPUT, which has 1") as caught:
+        verify(few)
+    assert caught.value.hint == "output_chunks= of the Schedule is 1"
+    elsewhere = replace(few, collective="gather", root=1, output_chunks=2)
+    with pytest.raises(ScheduleError, match=r"\[0, 1\) of OUTPUT, which has 0") as caught:
+        verify(elsewhere)
+    assert caught.value.hint is None
 
 
 def test_undefined_data_is_not_reduced_into():

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.support.tools import tool
+from unisono.core.schedules import Topology, select
 from unisono.errors import UnknownNameError
 from unisono.workbench.cli.against import causes
 from unisono.workbench.cli.main import main
@@ -374,6 +375,127 @@ def test_against_refuses_what_it_would_ignore(capsys, tmp_path):
     assert "out.txt makes no use of a second -n" in capsys.readouterr().err
 
 
+BENCH = """\
+# unisono bench: 2 ranks; <ProcessGroup 'default' rank=0 size=2 cpu=unisono over={over}>
+# time, algbw, busbw: ring
+#
+# Collective test starting: broadcast
+#         size         count      type   redop  root     time    algbw    busbw  #wrong      tree   /tree
+#          (B)    (elements)                             (us)   (GB/s)   (GB/s)              (us)   ratio
+       1048576        262144   float32    none     0    11.00     1.00     1.00       0     12.00    0.92
+# Collective test starting: all_reduce
+#         size         count      type   redop  root     time    algbw    busbw  #wrong      gloo   /gloo      tree   /tree
+#          (B)    (elements)                             (us)   (GB/s)   (GB/s)              (us)   ratio      (us)   ratio
+          1024           256   float32     sum    -1     2.95     0.35     0.35       0      9.90    0.30      4.11    0.72
+       1048576        262144   float32     sum    -1    21.00     1.00     1.00       0     99.00    0.20   2200.00    0.01
+# Collective test concluded: all_reduce
+"""  # noqa: E501
+
+
+def bench_file(folder, kind, over):
+    """Write what `unisono bench` prints of a run, as text or as its document."""
+    file = folder / f"bench.{kind}"
+    if kind == "txt":
+        file.write_text(BENCH.format(over=over))
+        return str(file)
+    times = {
+        ("broadcast", 1 << 20): (11, None, 12),
+        ("all_reduce", 1024): (2.95, 9.9, 4.11),
+        ("all_reduce", 1 << 20): (21, 99, 2200),
+    }
+    rows = [
+        {
+            "op": op,
+            "size_bytes": nbytes,
+            "results": {
+                library: us and {"time_us": us}
+                for library, us in zip(("unisono", "gloo", "tree"), each, strict=True)
+            },
+        }
+        for (op, nbytes), each in times.items()
+    ]
+    plan = {"algorithm": "ring", "nprocs": 2, "hosts": 0}
+    file.write_text(json.dumps({"group": f"<over={over}>", "plan": plan, "rows": rows}))
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["txt", "json"])
+def test_against_a_bench_takes_its_ranks_operation_and_algorithms(capsys, tmp_path, kind):
+    file = bench_file(tmp_path, kind, "tcp")
+    net = tmp_path / "two.toml"
+    net.write_text('topology = "full"\ngbps = 1\nlatency_us = 10\n')
+    words = ("--net", str(net), "--against", file)
+    for more, expected in (
+        ((), [("1024", "3.0", "ring"), ("1048576", "21.0", "ring"), *2 * [("", "", "tree")]]),
+        (("--algorithm", "tree"), [("1024", "4.1", "tree"), ("1048576", "2,200.0", "tree")]),
+    ):
+        assert main(["simulate", "all_reduce", *words, *more]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"# all_reduce on 2 ranks, {file} against net {net}")
+        rows = table(out)
+        assert len(rows) == len(expected)
+        for row, (nbytes, us, name) in zip(rows, expected, strict=True):
+            assert (nbytes or row[0], us or row[1], name) == (row[0], row[1], row[-1])
+    # A tree of 2 ranks: 10 us twice, and the bytes twice at 1 GB/s, or in pieces of a group.
+    assert 1058 < float(rows[1][3].replace(",", "")) < 2 * (10 + 1048.576) + 1
+    assert main(["simulate", "broadcast", *words, "--algorithm", "tree"]) == 0
+    assert table(capsys.readouterr().out)[0][:2] == ["1048576", "12.0"]
+    for words_, told in (
+        (("all_reduce", "--algorithm", "swing"), "has times of ring, tree, not of swing"),
+        (("all_reduce", "--algorithm", "gloo"), "has times of ring, tree, not of gloo"),
+        (("all_gather",), "has broadcast, all_reduce, not all_gather"),
+        (("all_reduce", "-n", "16"), "makes no use of -n"),
+    ):
+        assert main(["simulate", words_[0], *words, *words_[1:]]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_against_a_run_in_shared_memory_explains_nothing(capsys, tmp_path):
+    for kind in ("txt", "json"):
+        file = bench_file(tmp_path, kind, "shared-memory")
+        assert main(["simulate", "all_reduce", "--against", file]) == 0
+        out = capsys.readouterr().out
+        assert f"# {file} is a run in shared memory, which is not modelled" in out
+        assert "what would explain it" not in out
+    other = tmp_path / "other.json"
+    other.write_text('{"rows": []}')
+    assert main(["simulate", "all_reduce", "--against", str(other)]) == 1
+    assert "is no document of `unisono bench --json`" in capsys.readouterr().err
+
+
+def test_against_a_bench_of_what_a_group_chooses(capsys, tmp_path):
+    """The algorithm is not in the file: it is the choice of a group, per size."""
+    file = tmp_path / "bench.txt"
+    lines = BENCH.format(over="tcp").replace("2 ranks", "8 ranks").splitlines()
+    file.write_text("\n".join(line for line in lines if "busbw: ring" not in line))
+    assert main(["simulate", "all_reduce", "--against", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "does not name its algorithm; predicted is the algorithm that a group takes" in out
+    taken = [select("all_reduce", n, Topology(8, False, 1, 0)).algorithm for n in (1024, 1 << 20)]
+    assert [row[-1] for row in table(out)] == [*taken, "tree", "tree"]
+    assert taken[0] != taken[1]
+
+
+def test_against_a_text_without_an_operation_or_ranks(capsys, tmp_path):
+    file = tmp_path / "out.txt"
+    text = NCCL_TESTS.format(first=9000.0, last=18000.0)
+    file.write_text(text)
+    for op, told in (
+        ("broadcast", "out.txt has rows with redop sum and root -1: no broadcast"),
+        ("all_gather", "out.txt has rows with redop sum: no all_gather"),
+        ("reduce", "out.txt has rows with root -1: no reduce"),
+    ):
+        assert main(["simulate", op, "--against", str(file)]) == 1
+        assert told in capsys.readouterr().err
+    # Newer ones name their operation.
+    file.write_text("# Collective test starting: reduce_scatter_perf\n" + text)
+    assert main(["simulate", "all_reduce", "--against", str(file)]) == 1
+    assert "out.txt has reduce_scatter, not all_reduce" in capsys.readouterr().err
+    file.write_text("\n".join(line for line in text.splitlines() if "Rank" not in line))
+    assert main(["simulate", "all_reduce", "--against", str(file)]) == 1
+    assert "out.txt names no ranks" in capsys.readouterr().err
+
+
 SCALE = tool("scale", "benchmarks")
 
 
@@ -583,6 +705,20 @@ def test_hosts_have_links_and_predictions_are_those_of_explain(tmp_path, words, 
 def test_the_header_says_what_is_simulated(capsys, words, note):
     assert main(["simulate", "all_reduce", "--algorithm", "ring", *words]) == 0
     assert note in capsys.readouterr().out.splitlines()[1]
+
+
+def test_the_header_has_the_latency_from_rank_to_rank(capsys, tmp_path):
+    """Of a file without `about`; a message crosses two links of a switch, or one between hosts."""
+    net = tmp_path / "mine.toml"
+    for topology, us in (("switch", 10), ("full", 5), ("hosts", 5)):
+        net.write_text(f'topology = "{topology}"\nlatency_us = 5\n')
+        assert main(["simulate", "all_reduce", "--net", str(net), "--algorithm", "ring"]) == 0
+        head, far, *_ = capsys.readouterr().out.splitlines()
+        assert head == f"# all_reduce; net {net}"
+        assert far == f"# an empty message to the farthest of 16 ranks: {us} us"
+    for op in ("simulate all_reduce", "explain all_reduce 1M"):
+        assert main([*op.split(), "-r", "3"]) == 1
+        assert "-r 3: all_reduce has no root" in capsys.readouterr().err
 
 
 def test_two_levels_on_unequal_hosts(capsys):

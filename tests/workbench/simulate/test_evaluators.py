@@ -370,3 +370,16 @@ def test_steps_that_are_read_in_pieces_are_the_same(monkeypatch, name):
     monkeypatch.setattr(traffic, "_STEPS", 64)
     pieces = Traffic(build("all_reduce", name, 24), 8, 4).all_rows()
     assert [column.tolist() for column in pieces] == [column.tolist() for column in whole]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "nbytes", "text"),
+    [
+        ("ring", 8, "schedule is 'ring', expected a Schedule"),
+        (build("all_reduce", "ring", 4), "1M", "nbytes is '1M', expected a number of bytes"),
+        (build("all_reduce", "ring", 4), -1, "nbytes is -1, expected a number of bytes"),
+    ],
+)
+def test_arguments_that_are_none_are_named(schedule, nbytes, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        simulate(schedule, nbytes, Switch(4, LinkSpec(0, 1.0)))

@@ -368,3 +368,18 @@ def test_rows_of_a_torus_must_be_full():
         machine("mine", 'topology = "torus"\nwidth = 3').network("ring", 8)
     network = machine("mine", 'topology = "torus"\nwidth = 4\nlatency_us = 2').network("ring", 8)
     assert (network.width, network.height, network.groups[0].spec.latency_ps) == (4, 2, 2 * US)
+
+
+def test_two_algorithms_cross_where_the_formula_of_alpha_beta_says():
+    """T = rounds alpha + bytes beta, as docs/explanation/scale.md has it."""
+    network = FullyConnected(8, LinkSpec(2_000_000, 12.5))
+    for nbytes in (22_000, 220_000, 2_200_000):
+        times = [
+            simulate(build("all_reduce", name, 8), nbytes, network, itemsize=4, contended=False)
+            for name in ("ring", "recursive_doubling")
+        ]
+        for result, rounds, sent in zip(times, (14, 3), (1.75, 3), strict=True):
+            us = rounds * 2 + sent * nbytes / 12.5e3
+            assert result.last_us == pytest.approx(us, rel=1e-3)
+        ring, doubling = (result.last_us for result in times)
+        assert (ring < doubling) == (nbytes > 220_000) or ring == pytest.approx(doubling, rel=1e-3)

@@ -138,18 +138,23 @@ class ScheduleFamily:
 
     def raised(self, error: Exception, size: int, where: str = "") -> InvalidArgumentError:
         """Return the error for one that the user's functions raised, with their line."""
-        code = getattr(self.builder, "__code__", None)
-        lines = [
-            f": {Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if code is not None and frame.filename == code.co_filename
-        ]
         hint = "r is an array of ranks: use np.where, or where= of the step"
         return InvalidArgumentError(
             f"register {self.name!r}: the builder raised {error!r} for {size} ranks"
-            f"{(lines or [''])[-1]}{where}",
+            f"{line_of(self.builder, error)}{where}",
             hint=hint if _AMBIGUOUS in str(error) else None,
         )
+
+
+def line_of(builder: Callable[..., Schedule], error: Exception) -> str:
+    """Return ": FILE:LINE, in NAME" for the last line of a function's file that raised, or ""."""
+    code = getattr(builder, "__code__", None)
+    lines = [
+        f": {Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if code is not None and frame.filename == code.co_filename
+    ]
+    return (lines or [""])[-1]
 
 
 def _smaller(size: int, local: int) -> list[int]:

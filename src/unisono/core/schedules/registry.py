@@ -239,9 +239,7 @@ def register_schedule(schedule: Schedule) -> None:
             and name in available(collective, size)
             and digest(found.builder(size)) == digest(schedule)
         ):
-            raise InvalidArgumentError(
-                f"register {name!r}: {collective} has another such algorithm"
-            )
+            raise _taken(collective, name)
         return
     # Few processes register a schedule, and the proof is imported for these only.
     from unisono.core.schedules.verify import verify
@@ -300,9 +298,7 @@ def register_algorithm(
     known = None if found is None else getattr(found.builder, "__wrapped__", None)
     if found is not None and known != builder:
         if known is None or not _redefines(builder, known):
-            raise InvalidArgumentError(
-                f"register {name!r}: {collective} has another such algorithm"
-            )
+            raise _taken(collective, name)
         build.cache_clear()
         proved_sizes.cache_clear()
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
@@ -354,6 +350,15 @@ def unproved(
     except ScheduleError as error:
         return built, error
     return built, None
+
+
+def _taken(collective: str, name: str) -> InvalidArgumentError:
+    """Return the error for a name that another algorithm has."""
+    owner = "was registered" if _TABLE[collective][name].registered else "comes with unisono"
+    return InvalidArgumentError(
+        f"register {name!r}: {collective} has another such algorithm",
+        hint=f"{name!r} {owner}: rename yours",
+    )
 
 
 def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:

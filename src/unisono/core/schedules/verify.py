@@ -151,7 +151,8 @@ class _SymbolicWorld:
         if mine.item != theirs.item:
             self.fail(rank, f"{_name(chunk)} reduces data {mine.item} with data {theirs.item}")
         if twice := mine.ranks & theirs.ranks:
-            self.fail(rank, f"{_name(chunk)} gets the contribution of ranks {_ranks(twice)} twice")
+            of = f"rank{'s' * (twice.bit_count() > 1)} {_ranks(twice)}"
+            self.fail(rank, f"{_name(chunk)} gets the contribution of {of} twice")
         pair = (theirs.key, mine.key) if swapped else (mine.key, theirs.key)
         if not self.rank_order:
             pair = (min(pair), max(pair))
@@ -285,6 +286,8 @@ class _SymbolicWorld:
             name, hint = Buf(buf).name if buf in has else f"buffer {buf}", None
             if buf == Buf.INPUT and not self.schedule.input_chunks:
                 hint = "the data of the call is in OUTPUT, if input_chunks= is 0"
+            elif getattr(self.schedule, given := f"{name.lower()}_chunks", -1) == limit:
+                hint = f"{given}= of the Schedule is {limit}"
             self.fail(rank, f"chunks [{first}, {first + n}) of {name}, which has {limit}", hint)
         return [(buf, chunk) for chunk in range(first, first + n)]
 

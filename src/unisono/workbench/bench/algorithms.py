@@ -34,7 +34,7 @@ def named(op: str, text: str) -> str:
         InvalidArgumentError: The file cannot be read, or has no algorithm of this operation.
         ScheduleError: The algorithm of an XML file is wrong.
     """
-    from unisono.core.schedules.registry import register_algorithm, register_schedule
+    from unisono.core.schedules.registry import entry, register_algorithm, register_schedule
 
     if not is_file(text):
         return text.replace("-", "_")
@@ -44,8 +44,11 @@ def named(op: str, text: str) -> str:
             raise InvalidArgumentError(f"{text} has {schedule.collective}, expected {op}")
         register_schedule(schedule)
         return schedule.algorithm
-    name = text.rpartition(":")[2]
-    register_algorithm(op, name, _function(text))
+    name, function = text.rpartition(":")[2], _function(text)
+    if (own := _operation(function)[0]) not in ("", op):
+        entry(own, "linear")
+        raise InvalidArgumentError(f"{text} is an algorithm of {own}, not of {op}")
+    register_algorithm(op, name, function)
     return name
 
 
@@ -68,21 +71,30 @@ def operation_of(text: str) -> str:
     """
     if text.endswith(".xml"):
         return _program(text).collective
+    found, problem = _operation(_function(text))
+    if found:
+        return found
+    raise InvalidArgumentError(f"{text} returns no schedule for 4 ranks: {problem}")
+
+
+def _operation(builder: Callable[..., Any]) -> tuple[str, str]:
+    """Return the operation of a function, "" if it is not known, and what it did first instead."""
+    from unisono.core.schedules.families import line_of
     from unisono.core.schedules.ir import Schedule
 
-    builder, problem = _function(text), ""
+    problem = ""
     given = {"local": 2, "root": 0, "pipeline": 1}
     takes = inspect.signature(builder).parameters
     for p in (4, 8, 16, 32, 64):
         try:
             built = builder(p, **{key: given[key] for key in given if key in takes})
         except Exception as error:
-            problem = problem or repr(error)
+            problem = problem or repr(error) + line_of(builder, error)
         else:
             if isinstance(built, Schedule):
-                return built.collective
+                return built.collective, ""
             problem = problem or f"it returned {built!r}, expected a Schedule"
-    raise InvalidArgumentError(f"{text} returns no schedule for 4 ranks: {problem}")
+    return "", problem
 
 
 def _program(file: str) -> Schedule:
@@ -117,6 +129,43 @@ def _function(text: str) -> Callable[..., Any]:
         f"{file} has no function {function!r}" if function else f"{file}: which function?",
         hint=f"it has {known}" if known else "it has no functions",
     )
+
+
+def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
+    """Check that an algorithm for equal hosts has them.
+
+    Raises:
+        InvalidArgumentError: The last host has fewer ranks, there is one host, or one rank on each.
+    """
+    from unisono.core.schedules.registry import entry
+
+    if not entry(op, name).two_level:
+        return
+    if not 1 < per_host < p:
+        raise InvalidArgumentError(
+            f"{op} ({name}) needs several hosts with 2 ranks or more; {p} ranks are "
+            + (f"{p} hosts here" if per_host == 1 else "1 host here"),
+            hint="--hosts 2 makes two of them"
+            if p % 2 == 0 and p > 2
+            else "for instance -n 4 --hosts 2",
+        )
+    if p % per_host:
+        raise InvalidArgumentError(
+            f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
+            f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
+        )
+
+
+def check_root(op: str, root: int) -> None:
+    """Check that an operation for which a root is given has one.
+
+    Raises:
+        InvalidArgumentError: It has none.
+    """
+    from unisono.core.schedules.ir import ROOTED
+
+    if root and op not in ROOTED:
+        raise InvalidArgumentError(f"-r {root}: {op} has no root")
 
 
 def proof_note(op: str, name: str, p: int, root: int, local: int) -> str:

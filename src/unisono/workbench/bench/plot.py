@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,13 @@ _STYLES = {
     "gloo": {"color": "#D55E00", "marker": "s", "linewidth": 1.4},
     "mpi": {"color": "#009E73", "marker": "^", "linewidth": 1.4},
 }
-_OTHER = {"marker": "^", "linewidth": 1.4}
+# Of further algorithms and libraries, in their order.
+_OTHERS = [
+    {"color": colour, "marker": marker, "linewidth": 1.4}
+    for colour, marker in zip(
+        ("#E69F00", "#CC79A7", "#444444", "#7A6A00", "#56B4E9"), "vDPX*", strict=True
+    )
+]
 _ROW_INCHES = 2.6
 _TICKS = 6
 
@@ -79,6 +86,7 @@ def _draw(
 ) -> None:
     """Draw one quantity of all libraries; `of` is the operation and unisono's algorithm."""
     op, algorithm = of
+    others = itertools.cycle(_OTHERS)
     for library in rows[0]["results"]:
         there = [row for row in rows if row["results"][library]]
         if what == "time":
@@ -88,7 +96,8 @@ def _draw(
         sizes = [row["size_bytes"] for row in there]
         is_chosen = library == "unisono" and op != "sendrecv"
         name = label((algorithm if is_chosen else None) or library)
-        panel.plot(sizes, values, label=name, markersize=3.5, **_STYLES.get(library, _OTHER))
+        style = _STYLES.get(library) or next(others)
+        panel.plot(sizes, values, label=name, markersize=3.5, **style)
     unit = "µs, lower is better" if what == "time" else "GB/s, higher is better"
     name = "time per call" if what == "time" else "bus bandwidth"
     panel.set_title(f"{op}: {name} ({unit})", fontsize=9, loc="left")

@@ -48,7 +48,8 @@ def plot(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     panel.set_xticks(values, labels, rotation=30 * (len(values) > 6))
     label_times(panel)
     title = [f"{options.op} in virtual time", *map(texts[fixed], others[:1] * (len(others) == 1))]
-    panel.set_title(", ".join([*title, f"net {options.net}"]), loc="left")
+    hosts = [f"{options.hosts} hosts"] * bool(options.hosts)
+    panel.set_title(", ".join([*title, *hosts, f"net {options.net}"]), loc="left")
     panel.grid(True, color="#dddddd")
     panel.legend(frameon=False)
     save(figure, options.output)

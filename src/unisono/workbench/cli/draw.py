@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnisonoError
-from unisono.workbench.bench.algorithms import HELP, named
+from unisono.workbench.bench.algorithms import HELP, check_hosts, check_root, named
 from unisono.workbench.bench.plan import parse_nbytes
+from unisono.workbench.bench.plot import size_text
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
     add_algorithms,
@@ -27,9 +29,17 @@ from unisono.workbench.cli.flags import (
     write_json,
     write_text,
 )
-from unisono.workbench.cli.simulate import check_hosts, local_of, machine_of, per_host_of
+from unisono.workbench.cli.simulate import (
+    depth,
+    depth_of,
+    local_of,
+    machine_of,
+    per_host_of,
+)
 
 if TYPE_CHECKING:
+    from unisono.core.schedules.ir import Schedule
+    from unisono.workbench.simulate import Machine
     from unisono.workbench.simulate.pictures.drawing import Picture
     from unisono.workbench.simulate.pictures.timeline import Timeline
 
@@ -63,7 +73,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
     add_algorithms(parser, HELP, required=True, metavar="NAME")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
-    add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
+    add(
+        "--pipeline",
+        type=depth,
+        metavar="N",
+        help="pieces; auto: as a group (with --net auto, otherwise 1)",
+    )
     add("-b", "--size", type=nbytes, metavar="SIZE", help="with --net (1M)")
     add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
     add(
@@ -91,6 +106,12 @@ def _draw(options: argparse.Namespace) -> int:
             f"-b {options.size}: rounds have no size; it needs a network",
             hint="add --net switch, or another of `unisono simulate`",
         )
+    if options.pipeline == 0 and options.net is None:
+        raise InvalidArgumentError(
+            "--pipeline auto: rounds have no size, which decides; it needs a network",
+            hint="add --net switch, or give a number of pieces",
+        )
+    check_root(options.op, options.root)
     if "," in options.algorithm:
         raise InvalidArgumentError(
             f"--algorithm {options.algorithm}: a picture has one algorithm",
@@ -144,7 +165,6 @@ def _timeline(options: argparse.Namespace) -> Timeline:
         MOST_MESSAGES,
         count_messages,
         in_rounds,
-        in_time,
     )
 
     name = named(options.op, options.algorithm)
@@ -157,7 +177,11 @@ def _timeline(options: argparse.Namespace) -> Timeline:
             net.values["ranks_per_host"] = per_host
         local = local_of(net, p)
         per_host = net.values["ranks_per_host"]
+        options.size = options.size or _SIZE
     check_hosts(options.op, name, p, per_host)
+    if net is not None and not options.pipeline:
+        options.pipeline = depth_of(options, net, name, (p, local, options.size))
+    options.pipeline = options.pipeline or 1
     root = options.root if options.op in ROOTED else -1
     how, error = (options.op, name, p, root, options.pipeline, local), None
     if options.unproved:
@@ -167,14 +191,29 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     # Messages grow with the ranks. Only the limit of messages makes the largest number useful.
     if count_messages(schedule) > MOST_MESSAGES:
         raise InvalidArgumentError(_too_many(options, name, local))
-    if net is None:
-        return in_rounds(schedule, error)
+    return in_rounds(schedule, error) if net is None else _run(options, net, schedule)
+
+
+def _run(options: argparse.Namespace, net: Machine, schedule: Schedule) -> Timeline:
+    """Run a schedule on a network, as `unisono simulate` does."""
+    from unisono.workbench.simulate.channels import CHANNELLED
+    from unisono.workbench.simulate.pictures.timeline import in_time
+
     if net.values["model"] == "loggops":
         raise InvalidArgumentError(f"--net {net.name} is for the model loggops, which is not drawn")
-    return in_time(
-        schedule, options.size or _SIZE, net.network(name, p), net.costs(name), itemsize=4,
+    name, p = schedule.algorithm, options.ranks
+    timeline = in_time(
+        schedule, options.size, net.network(name, p), net.costs(name), itemsize=4,
         padded=net.values["padded"], contended=net.values["model"] == "links",
     )  # fmt: skip
+    hosts = -(-p // net.values["ranks_per_host"])
+    about = f"{size_text(options.size)} on net {Path(net.name).stem}"
+    about += f" of {hosts} hosts" * (1 < hosts < p)
+    about += f", {options.pipeline} pieces" * (options.pipeline > 1)
+    if (channels := net.of(name)["channels"]) > 1 and options.op in CHANNELLED:
+        # Each would be a lane of each rank.
+        about += f", without its {channels} channels"
+    return replace(timeline, about=about)
 
 
 def _too_many(options: argparse.Namespace, name: str, local: int) -> str:

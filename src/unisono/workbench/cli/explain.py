@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.bench.algorithms import HELP, is_file, named, operation_of
+from unisono.workbench.bench.algorithms import HELP, check_root, is_file, named, operation_of
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.compress import (
     add_compress,
@@ -105,6 +105,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.size is None:
         options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
     options.ranks = options.ranks or 2
+    check_root(options.op, options.root)
     check_compress(options)
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)

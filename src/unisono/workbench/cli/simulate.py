@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.workbench.bench.algorithms import HELP, named, proof_note
+from unisono.workbench.bench.algorithms import HELP, check_hosts, check_root, named, proof_note
 from unisono.workbench.bench.plan import OPS, SizeRange
 from unisono.workbench.bench.simulated_plot import plot
 from unisono.workbench.cli.compress import (
@@ -108,7 +108,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add("--model", choices=("links", "loggops", "alpha-beta"), help="(what the network has)")
     add(
-        "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
+        "--against",
+        metavar="FILE",
+        help="output of nccl-tests or `unisono bench`: compare, and name what explains it",
     )
     add_compress(parser)
     add_json(parser)
@@ -119,30 +121,75 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _against(options: argparse.Namespace) -> int:
-    """Print each measured time beside the best prediction, and what would explain the last gap."""
-    from unisono.core.schedules import available
+    """Print each measured time beside its prediction, and what would explain the last gap."""
     from unisono.workbench.cli import against
-    from unisono.workbench.simulate.machines import REDUCING
 
     if options.op not in OPS or options.op == "barrier":
         raise InvalidArgumentError(f"--against: nccl-tests has no {options.op}")
-    run = against.read(options.against)
+    file, run = options.against, against.read(options.against, options.op)
     ranks = options.ranks or []
     given = {
         "--json": options.json, "--plot": options.output, "--goal": options.goal,
         "-b": options.minbytes, "-e": options.maxbytes, "-f": options.stepfactor,
-        "-n": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
+        "-n": run.ranks and ranks, "--hosts": run.hosts and options.hosts,
         "a second -n": ranks[1:], "--compress": options.compress,
     }  # fmt: skip
     if unused := ", ".join(flag for flag, value in given.items() if value):
-        raise InvalidArgumentError(f"--against {options.against} makes no use of {unused}")
-    if run.ranks:
-        options.ranks, options.hosts = [run.ranks], run.hosts
-    options.orders = 0
-    options.ranks = options.ranks or _RANKS
-    names = [named(options.op, name) for name in options.algorithm.split(",")]
-    net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
-    if options.algorithm == "all":
+        raise InvalidArgumentError(f"--against {file} makes no use of {unused}")
+    if not (run.ranks or ranks):
+        raise InvalidArgumentError(f"{file} names no ranks", hint="give their number with -n")
+    options.ranks, options.hosts = [run.ranks] if run.ranks else ranks, run.hosts or options.hosts
+    options.orders, (p, *_) = 0, options.ranks
+    every = options.algorithm == "all"
+    names = [] if every else [named(options.op, each) for each in options.algorithm.split(",")]
+    columns, net = against.columns(file, run, names), _machine(options)
+    print(f"# {options.op} on {p} ranks, {file} against net {net.name}")
+    if run.in_shared_memory:
+        print(f"# {file} is a run in shared memory, which is not modelled: it is on no network")
+    if "" in columns:
+        what = "the algorithm that a group takes" if run.group and every else "the best of several"
+        what = what if len(names) != 1 else names[0]
+        print(f"# {file} does not name its algorithm; predicted is {what}")
+    print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")
+    factor, gaps = OPS[options.op].bus_factor(p), []
+    for column, times in columns.items():
+        best = _predictions(options, net, [column] if column else names, own=bool(run.group))
+        for nbytes, us in times.items():
+            row = best(net, nbytes)
+            busbw, ratio = nbytes / us / 1000 * factor, us / (row["time_us"] or us)
+            print(
+                f"{nbytes:>14}{us:>14,.1f}{busbw:>9.2f}{row['time_us']:>12,.1f}"
+                f"{row['busbw']:>9.2f}{ratio:>7.2f}  {row['algorithm']}", flush=True,
+            )  # fmt: skip
+        told = [] if ratio <= 1.1 or run.in_shared_memory else list(
+            against.causes(net, us, lambda each: float(best(each, nbytes)["time_us"]))  # noqa: B023
+        ) or ["nothing that is known here"]  # fmt: skip
+        gaps.append((row["algorithm"], ratio, told))
+    for name, ratio, told in gaps:
+        of = f" of {name}" * (len(gaps) > 1)
+        if told:
+            longer = f"{ratio:.2f} times the prediction"
+            print(f"# the last size{of} takes {longer}; what would explain it:")
+            print("\n".join(f"# - {text}" for text in told))
+    return 0
+
+
+def _predictions(
+    options: argparse.Namespace, net: Machine, names: list[str], *, own: bool
+) -> Callable[[Machine, int], SimulatedRow]:
+    """Return a function that predicts a size on a machine: the fastest of some algorithms.
+
+    Args:
+        options: Of the command.
+        net: The machine.
+        names: The algorithms; [] for those of NCCL, or for what a group takes.
+        own: Whether unisono was measured, otherwise NCCL.
+    """
+    from unisono.core.schedules import available, select
+    from unisono.workbench.simulate.machines import REDUCING
+
+    p, every = options.ranks[0], not names
+    if every and not own:
         # What NCCL has, without its switches.
         has = available(options.op, p, local=local_of(net, p))
         names = [name for name in ("ring", "node_tree", "pairwise") if name in has]
@@ -150,29 +197,21 @@ def _against(options: argparse.Namespace) -> int:
     def best(machine: Machine, nbytes: int) -> SimulatedRow:
         shape = p, local_of(machine, p), nbytes
         reducing = machine.reducing(options.op, p)
-        # What would explain a gap may be that there are no such switches.
-        has = [name for name in names if machine is net or name not in {*REDUCING} - {*reducing}]
-        has += reducing if options.algorithm == "all" else ()
+        if every and own:
+            has = [select(options.op, nbytes, topology_on(machine, p)).algorithm]
+        else:
+            # What would explain a gap may be that there are no such switches.
+            off = {*REDUCING} - {*reducing}
+            has = [name for name in names if machine is net or name not in off]
+            has += reducing if every else ()
         rows = [row_of(options, machine, name, shape) for name in has]
         return min(rows, key=lambda row: float(row["time_us"]), default={"time_us": 0.0})
 
-    print(f"# {options.op} on {p} ranks, {options.against} against net {net.name}")
-    print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")
-    for nbytes, us in run.times_us.items():
-        row = best(net, nbytes)
-        busbw, ratio = nbytes / us / 1000 * factor(p), us / (row["time_us"] or us)
-        print(
-            f"{nbytes:>14}{us:>14,.1f}{busbw:>9.2f}{row['time_us']:>12,.1f}{row['busbw']:>9.2f}"
-            f"{ratio:>7.2f}  {row['algorithm']}", flush=True,
-        )  # fmt: skip
-    if ratio > 1.1:
-        print(f"# the last size takes {ratio:.2f} times the prediction; what would explain it:")
-        told = list(against.causes(net, us, lambda each: float(best(each, nbytes)["time_us"])))
-        print("\n".join(f"# - {text}" for text in told or ["nothing that is known here"]))
-    return 0
+    return best
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    check_root(options.op, options.root)
     if options.against:
         return _against(options)
     check_compress(options)
@@ -189,9 +228,13 @@ def _simulate(options: argparse.Namespace) -> int:
     for p in options.ranks if options.algorithm != "all" else ():
         for name in options.algorithm.split(","):
             _scheduled(options, net, name, (p, local_of(net, p), least))
-    print(f"# {options.op}; net {net.name}: {plain(net.values['about'])}")
+    about = f": {plain(net.values['about'])}" * bool(net.values["about"])
+    print(f"# {options.op}; net {net.name}{about}")
     shares = "" if net.values["model"] != "alpha-beta" else SHARE_NO_LINK
-    for note in (_hosts_note(options, net), sizes.note(), shares):
+    most = max(options.ranks)
+    far = f"an empty message to the farthest of {most:,} ranks: {net.delay_us(most):g} us"
+    far *= net.values["model"] != "loggops"
+    for note in (_hosts_note(options, net), sizes.note(), shares, far):
         if note:
             print(f"# {note}")
     if net.values["model"] == "loggops":
@@ -422,9 +465,9 @@ def _scheduled(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> tuple[Schedule, Network | None, int]:
     """Return a schedule, its network if switches reduce in it, and its pipeline depth."""
-    from unisono.core.schedules import build, select
+    from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
-    from unisono.core.schedules.registry import entry, known_algorithms
+    from unisono.core.schedules.registry import known_algorithms
     from unisono.workbench.simulate.machines import REDUCING
 
     p, local, nbytes = shape
@@ -432,14 +475,23 @@ def _scheduled(
         if options.goal:
             raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
         return net.in_switches(name, p, nbytes, options.pipeline)
-    depth, found, per_host = 1, entry(options.op, name), net.values["ranks_per_host"]
-    check_hosts(options.op, name, p, per_host)
-    if found.pipelined:
-        # Without a depth, that of a group.
-        topology = topology_on(net, p)
-        depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
+    check_hosts(options.op, name, p, net.values["ranks_per_host"])
+    depth = depth_of(options, net, name, shape)
     root = options.root if options.op in ROOTED else -1
     return build(options.op, name, p, root, depth, local), None, depth
+
+
+def depth_of(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> int:
+    """Return the pipeline depth of an algorithm; without --pipeline, that of a group."""
+    from unisono.core.schedules import select
+    from unisono.core.schedules.registry import entry
+
+    p, _, nbytes = shape
+    if not entry(options.op, name).pipelined:
+        return 1
+    return options.pipeline or select(options.op, nbytes, topology_on(net, p), name).pipeline
 
 
 def per_host_of(p: int, hosts: int) -> int:
@@ -452,21 +504,6 @@ def per_host_of(p: int, hosts: int) -> int:
     if -(-p // per_host) != hosts:
         raise InvalidArgumentError(f"-n {p} does not fill {hosts} hosts")
     return per_host
-
-
-def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
-    """Check that an algorithm for equal hosts has them.
-
-    Raises:
-        InvalidArgumentError: The last host has fewer ranks.
-    """
-    from unisono.core.schedules.registry import entry
-
-    if entry(op, name).two_level and p % per_host and p > per_host:
-        raise InvalidArgumentError(
-            f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
-            f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
-        )
 
 
 def local_of(net: Machine, p: int) -> int:

@@ -53,11 +53,18 @@ def simulate(
         links was approximated.
 
     Raises:
-        InvalidArgumentError: The network has another number of ranks, or the run would take too
-            many rows.
+        InvalidArgumentError: The network has another number of ranks, the run would take too
+            many rows, or an argument is none.
     """
     if method not in ("auto", "events", "stages"):
         raise InvalidArgumentError(f"method must be auto, events or stages; got {method!r}")
+    if not isinstance(schedule, Schedule):
+        raise InvalidArgumentError(
+            f"simulate: schedule is {schedule!r}, expected a Schedule",
+            hint="unisono.lowlevel.build(op, name, ranks) returns that of an algorithm",
+        )
+    if not hasattr(nbytes, "__index__") or nbytes < 0:
+        raise InvalidArgumentError(f"simulate: nbytes is {nbytes!r}, expected a number of bytes")
     p = schedule.world_size
     name = f"simulate {schedule.collective} ({schedule.algorithm})"
     if network.size != p:

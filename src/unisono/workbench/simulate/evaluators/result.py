@@ -10,13 +10,13 @@ import numpy as np
 from unisono.core.schedules.ir import IntArray
 from unisono.workbench.simulate.networks import Network
 
-CAUSES = ("latency", "bytes", "links busy", "ends")
+CAUSES = ("latency", "sending", "busy", "ends")
 """What the time of a critical path is made of.
 
-latency     the latencies of the links that its messages cross
-bytes       the time that the slowest link of each message needs for its bytes
-links busy  waiting for links that carry other messages
-ends        what ranks do: overheads, copies, reductions, waiting for a core
+latency  the latencies of the links that its messages cross
+sending  the time that the slowest link of each message needs for its bytes
+busy     waiting for links that carry other messages
+ends     what ranks do: overheads, copies, reductions, waiting for a core
 """
 
 

@@ -108,7 +108,7 @@ class _StageState:
         p = network.size
         self.network, self.costs = network, costs
         self.clock = np.full(p, costs.start_ps, np.int64)
-        # Latency, bytes, links busy and messages on the path to each rank.
+        # Latency, sending, busy and messages on the path to each rank.
         self.path = [np.zeros(p, np.int64) for _ in range(4)]
         # Without contention of no links.
         self.busy = np.zeros(network.links if contended else 0, np.int64)

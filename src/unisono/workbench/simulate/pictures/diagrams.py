@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from unisono.core.schedules.cost import cost
+from unisono.core.schedules.ir import Schedule
 from unisono.workbench.simulate.pictures.drawing import PALE, Picture, Point, heat
 from unisono.workbench.simulate.pictures.timeline import FaultMark, Span, Timeline
 
@@ -39,7 +40,7 @@ def diagram(timeline: Timeline) -> Picture:
 def _rounds(timeline: Timeline) -> Picture:
     schedule, ranks = timeline.schedule, timeline.schedule.world_size
     stages, high = schedule.stages, _lane(ranks)
-    wide = max(64, min(110, 420 // max(stages, 1)))
+    _, wide, *_ = columns(schedule)
     counted = cost(schedule)
     sent = f"{counted.bytes_sent} n".removeprefix("1 ")
     rounds = "1 round" if counted.rounds == 1 else f"{counted.rounds} rounds"
@@ -70,6 +71,12 @@ def _rounds(timeline: Timeline) -> Picture:
     x = _legend(picture, timeline, _TOP + high * ranks + 16, COLOURS[0])
     picture.label(x, _TOP + high * ranks + 16, "colour: first chunk", 10)
     return picture
+
+
+def columns(schedule: Schedule) -> tuple[float, float, float, float]:
+    """Return where the rounds of a diagram are: left, width of each, top, height."""
+    wide = max(64, min(110, 420 // max(schedule.stages, 1)))
+    return _LEFT, wide, _TOP - 4, _lane(schedule.world_size) * schedule.world_size + 2
 
 
 def _fault_text(fault: FaultMark) -> str:
@@ -110,8 +117,12 @@ def _run(timeline: Timeline) -> Picture:
     wide = right - left
     bottom = _TOP + high * ranks + _LEGEND
     picture = Picture(right + 70, bottom + 66 + (24 + 13 * len(links) if links else 0))
-    title = f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs"
-    picture.label(12, 18, f"{title} on {ranks} ranks, {result.messages:,} messages", 13, bold=True)
+    title = (
+        f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs on {ranks} ranks, "
+        f"{result.messages:,} messages{'; ' * bool(timeline.about)}{timeline.about}"
+    )
+    picture.width = max(picture.width, 24 + 7.5 * len(title))
+    picture.label(12, 18, title, 13, bold=True)
     step = _round_step(end / 6e6)
     for k in range(int(end / 1e6 / step) + 1):
         x = left + wide * k * step * 1e6 / end

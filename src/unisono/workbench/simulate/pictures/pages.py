@@ -7,7 +7,7 @@ import json
 
 from unisono.core.schedules.verify import contributions
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.simulate.pictures.diagrams import COLOURS, diagram
+from unisono.workbench.simulate.pictures.diagrams import COLOURS, columns, diagram
 from unisono.workbench.simulate.pictures.timeline import Timeline
 
 # The data of more ranks and chunks does not fit on a screen.
@@ -35,6 +35,8 @@ def page(timeline: Timeline, template: str) -> str:
         "ranks": schedule.world_size,
         "stages": schedule.stages,
         "colours": COLOURS,
+        # A run has no columns, because its rounds overlap.
+        "columns": columns(schedule) if timeline.result is None else None,
         "messages": [
             [m.source, m.target, m.stage, m.chunk, int(m.reduces), int(m.critical)]
             for m in timeline.messages

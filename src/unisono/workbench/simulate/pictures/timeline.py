@@ -85,6 +85,7 @@ class Timeline:
         service: When links carry messages; empty without a network.
         result: The simulated run; None without a network.
         fault: Where the proof fails; None for a schedule that is right.
+        about: The size, the network and the like, for the title; "" without.
     """
 
     schedule: Schedule
@@ -94,6 +95,7 @@ class Timeline:
     service: tuple[Span, ...] = ()
     result: Result | None = None
     fault: FaultMark | None = None
+    about: str = ""
 
 
 def count_messages(schedule: Schedule) -> int:
