@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from unisono.beyond.pool.captured import check_function
 from unisono.beyond.pool.display import display, progress_bar
 from unisono.beyond.pool.flight import Flight, RankCall
 from unisono.beyond.pool.memory import new_array
@@ -85,6 +86,7 @@ class PoolRank:
         Raises:
             WorkerFailedError, Exception: See `Pool.run`.
         """
+        check_function(fn, "run")
         return self._pool._run({self.rank: (fn, args, keywords)})[self.rank]
 
     def __repr__(self) -> str:
@@ -102,8 +104,6 @@ class Pool:
         self._lost = ""
         self._replaced: dict[int, str] = {}  # how the processes before ended, by rank
         self._generations = itertools.count()
-        # Arrays that a result may refer to; None if no call is made.
-        self._held: list[Any] | None = None
         self._lock = threading.RLock()
         self._processes = RankProcesses(nprocs, start_method, with_group=True)
         try:
@@ -140,6 +140,13 @@ class Pool:
     def __repr__(self) -> str:
         state = "closed" if self._processes.is_closed else self._lost or "ready"
         return f"<unisono.pool of {self._size} ranks: {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "a pool cannot be pickled or copied: only the process that made it makes calls",
+            hint="a function on a rank reads what you made before: x = ranks.shared_array(3), "
+            "then ranks.run(f, x)",
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +191,7 @@ class Pool:
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
         """
+        check_function(fn, "run")
         results = self._run(dict.fromkeys(range(self._size), (fn, args, keywords)))
         return [results[rank] for rank in range(self._size)]
 
@@ -200,6 +208,7 @@ class Pool:
             InvalidArgumentError: There is not one part for each rank.
             WorkerFailedError, Exception: See `run`.
         """
+        check_function(fn, "run_each")
         each = list(parts)
         if len(each) != self._size:
             raise InvalidArgumentError(f"{self._size} ranks need as many parts, got {len(each)}")
@@ -227,6 +236,10 @@ class Pool:
             InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
+        if not tasks:
+            raise ArgumentTypeError("map takes tasks after the function: map(f, range(8))")
+        for each in tasks:
+            _check_iterable(each, "map", "map(f, range(8))")
         return self.starmap(fn, zip_sized(tasks), chunksize=chunksize, progress=progress)
 
     def starmap(
@@ -238,6 +251,8 @@ class Pool:
         progress: bool | None = None,
     ) -> list[Any]:
         """Do as `map` does for arguments that are in tuples already."""
+        check_function(fn, "map")
+        _check_iterable(tasks, "starmap", "starmap(f, [(1, 2), (3, 4)])")
         size = as_integer(chunksize, "chunksize")
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
@@ -254,8 +269,9 @@ class Pool:
     def shared_array(self, shape: int | Sequence[int], dtype: Any = float) -> np.ndarray[Any, Any]:
         """Return an array of zeros that this process and all ranks read and write.
 
-        As an argument or result of `run`, the array and its slices stay the same memory. Elsewhere,
-        as for another pool, a pickle copies it. The memory is freed with the last array in it.
+        In a call of a pool, or of an `Executor` with processes of its own, the array and its slices
+        stay the same memory. Elsewhere a pickle copies it. The memory is freed with the last array
+        in it.
 
             x = ranks.shared_array((4, 1000))
             ranks.run(fill_own_row, x)             # x has the rows now
@@ -268,8 +284,6 @@ class Pool:
         region, array = new_array(shape, dtype)
         with self._lock:
             self._processes.attach(region)
-            if self._held is not None:
-                self._held.append(region.base())
         return array
 
     def cell(self, source: str) -> None:
@@ -337,19 +351,20 @@ class Pool:
         """
         with self._lock:
             self._check()
-            if self._held is not None:
+            if self._processes.held is not None:
                 raise UsageError(
                     "the pool is making a call, so it can make no other",
                     hint="an iterable of `map` calls the pool: make a list of it before",
                 )
             flight = Flight(self._processes, results, name)
-            self._held = [region.base() for region in list(self._processes.regions.values())]
+            regions = list(self._processes.regions.values())
+            self._processes.held = [region.base() for region in regions]
             try:
                 self._processes.drop_regions()
                 with flight.interrupts():
                     self._fly(flight, next_task)
             finally:
-                self._held = None
+                self._processes.held = None
                 found, self._processes.shown = self._processes.shown, {}
             for rank, objects in sorted(found.items()):
                 display(rank, objects)
@@ -421,6 +436,11 @@ def _checked_size(nprocs: int | None, start_method: str) -> int:
     hide_own_frames()
     wanted = len(allowed_cpus()) if nprocs is None else nprocs
     return check_start("pool(nprocs)", print, (), wanted, start_method)
+
+
+def _check_iterable(tasks: Any, call: str, example: str) -> None:
+    if not np.iterable(tasks):
+        raise ArgumentTypeError(f"{call} takes an iterable of tasks, got {tasks!r}", hint=example)
 
 
 def zip_sized(iterables: Sequence[Iterable[Any]]) -> Iterable[Sequence[Any]]:
