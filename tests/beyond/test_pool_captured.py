@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import unisono
-from unisono.errors import ArgumentTypeError, UsageError, WorkerFailedError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError, WorkerFailedError
 
 pytest.importorskip("cloudpickle")
 
@@ -199,3 +199,52 @@ def test_a_pool_in_a_function_is_named(ranks):
     with pytest.raises(ArgumentTypeError, match="a pool cannot be pickled or copied") as caught:
         ranks.map(notebook["use"], range(2))
     assert "x = ranks.shared_array(3), then ranks.run(f, x)" in str(caught.value)
+
+
+def test_what_is_no_shared_array(ranks):
+    for shape, dtype, error, text in (
+        (8, 1000, ArgumentTypeError, r"one tuple: ranks.shared_array\(\(8, 1000\)\)"),
+        (3.0, float, ArgumentTypeError, "no array has shape=3.0, dtype=<class 'float'>: "),
+        (-3, float, InvalidArgumentError, "no array has shape=-3, dtype=<class 'float'>: "),
+        (10**19, float, InvalidArgumentError, "no array has shape=10000000000000000000"),
+        (10**13, float, MemoryError, r"a shared array of 80000000000000 bytes: \d+ bytes are ava"),
+    ):
+        with pytest.raises(error, match=text):
+            ranks.shared_array(shape, dtype)
+
+
+def test_a_module_that_only_this_process_finds_is_named(ranks, executor, tmp_path, monkeypatch):
+    (tmp_path / "late_module_of_test.py").write_text("def f(i): return i\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = importlib.import_module("late_module_of_test")
+    try:
+        for call in (
+            lambda: ranks.map(late.f, range(2)),
+            lambda: executor.submit(late.f, 1).result(),
+        ):
+            with pytest.raises(ModuleNotFoundError) as caught:
+                call()
+            assert any(
+                note.startswith(f"late_module_of_test is {tmp_path}/late_module_of_test.py here.")
+                for note in caught.value.__notes__
+            )
+            assert 'File "' not in str(caught.value.__cause__)
+    finally:
+        del sys.modules["late_module_of_test"]
+
+
+@pytest.mark.parametrize("chunksize", [1, 3])
+def test_exceptions_may_be_results_of_map(ranks, chunksize):
+    notebook = Notebook("def f(i, k=1): return k / i")
+    found = ranks.map(notebook["f"], [1, 0, 2, 0], chunksize=chunksize, return_exceptions=True)
+    assert [found[0], found[2]] == [1, 0.5]
+    for number in (1, 3):
+        assert isinstance(found[number], ZeroDivisionError)
+        assert found[number].__notes__ == [f"raised in task {number}"]
+        assert "in f\n" in str(found[number].__cause__)
+    found = ranks.starmap(notebook["f"], [(1, 3), (0, 3)], return_exceptions=True)
+    assert found[0] == 3
+    assert isinstance(found[1], ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError) as caught:
+        ranks.map(notebook["f"], [1, 0])
+    assert "map(f, tasks, return_exceptions=True) returns them" in caught.value.__notes__[-1]

@@ -75,6 +75,16 @@ def _check_assigned(function: FunctionType, names: dict[str, Any]) -> None:
             )
 
 
+def note_module(error: BaseException) -> None:
+    """Note in the error of a rank that it lacks a module which this process has."""
+    name = (getattr(error, "name", None) or "") if isinstance(error, ImportError) else ""
+    if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:
+        error.add_note(
+            f"{name} is {file} here. A rank has the sys.path that this process had when it started "
+            "the ranks: append to it there, too, in a cell of %%ranks, or start them later"
+        )
+
+
 class CallNames:
     """Checks what calls name: `check` sees each object that is pickled for a call."""
 

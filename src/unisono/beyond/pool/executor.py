@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.spawn import prepare
 from typing import Any, Self
 
-from unisono.beyond.pool.captured import CallNames
+from unisono.beyond.pool.captured import CallNames, note_module
 from unisono.beyond.pool.display import progress_bar
 from unisono.beyond.pool.flight import result_of
 from unisono.beyond.pool.pool import chunks_of, zip_sized
@@ -265,6 +265,7 @@ class _TaskDispatcher:
         if not isinstance(error, Exception):
             task.future.set_exception(cause)
             return
+        note_module(error)
         error.add_note(f"raised on worker {rank} of {context.world_size}")
         error.__cause__ = cause
         task.future.set_exception(error)

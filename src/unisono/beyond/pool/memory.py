@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.core.platform.memory import new_memory_file
+from unisono.core.platform.memory import available_memory_bytes, new_memory_file
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.launcher.payload import dumps_by, pickler_of
 
@@ -41,7 +41,7 @@ class Region:
     base: Callable[[], np.ndarray[Any, Any] | None]
 
 
-_Share = Callable[[Region], object]
+_ShareRegion = Callable[[Region], object]
 
 _regions: dict[str, Region] = {}
 
@@ -63,11 +63,24 @@ def new_array(shape: Any, dtype: Any) -> tuple[Region, np.ndarray[Any, Any]]:
             f"a shape is an int or a sequence of ints, got an array of shape {shape.shape}",
             hint="to share its values: x = ranks.shared_array(a.shape, a.dtype); x[:] = a",
         )
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+        empty = np.broadcast_to(np.empty((), kind), shape)
+    except (TypeError, ValueError, OverflowError) as error:
+        kinds = ArgumentTypeError if isinstance(error, TypeError) else InvalidArgumentError
+        raise kinds(
+            f"no array has shape={shape!r}, dtype={dtype!r}: {error}",
+            hint=f"sizes are one tuple: ranks.shared_array(({shape}, {dtype}))"
+            if isinstance(dtype, int)
+            else None,
+        ) from None
     if kind.hasobject:
         raise InvalidArgumentError(f"a shared array cannot have the dtype {kind}: it holds objects")
-    empty = np.broadcast_to(np.empty((), kind), shape)
     nbytes = max(empty.nbytes, 1)
+    free = available_memory_bytes()
+    if free is not None and nbytes > free:
+        # The kernel would grant the memory, and later kill a process.
+        raise MemoryError(f"a shared array of {nbytes} bytes: {free} bytes are available")
     fd = new_memory_file("unisono-pool")
     try:
         os.ftruncate(fd, nbytes)
@@ -113,7 +126,7 @@ def _array(
 
 
 def _reference(
-    array: np.ndarray[Any, Any], regions: dict[str, Region], share: _Share | None
+    array: np.ndarray[Any, Any], regions: dict[str, Region], share: _ShareRegion | None
 ) -> Any:
     """Return how another process finds an array, or NotImplemented if it is not shared."""
     if _regions and array.size:
@@ -134,7 +147,7 @@ def _reference(
 def dumps_with(
     regions: dict[str, Region],
     module: Any,
-    share: _Share | None = None,
+    share: _ShareRegion | None = None,
     check: Callable[[Any, Any], object] = lambda value, reduced: None,
 ) -> Callable[..., Any]:
     """Return a function like `pickle.dumps` that refers to shared memory.

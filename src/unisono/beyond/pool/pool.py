@@ -13,12 +13,12 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from unisono.beyond.pool.captured import check_function
+from unisono.beyond.pool.captured import check_function, note_module
 from unisono.beyond.pool.display import display, progress_bar
-from unisono.beyond.pool.flight import Flight, RankCall
+from unisono.beyond.pool.flight import Flight, RankCall, kept_error
 from unisono.beyond.pool.memory import new_array
 from unisono.beyond.pool.processes import RankProcesses
-from unisono.beyond.pool.rank import run_cell, run_each
+from unisono.beyond.pool.rank import RaisedError, run_cell, run_each, run_each_kept
 from unisono.core.base.integers import as_integer
 from unisono.core.base.source.tracebacks import hide_own_frames
 from unisono.core.base.text import takes_own_keywords
@@ -42,6 +42,11 @@ _ARGUMENTS_OF_MAP = "map gives each task as one argument; starmap takes tuples o
 _ARGUMENTS_OF_RUN = (
     "run(f, x) calls f(x) on each rank: get_rank() is its rank, and run_each(f, parts) gives each "
     "rank a part"
+)
+
+_OTHER_RESULTS = (
+    "the results of other tasks are lost; map(f, tasks, return_exceptions=True) returns them, with "
+    "the exceptions of the rest"
 )
 
 _EXECUTOR = "unisono.Executor, which has futures"
@@ -221,6 +226,7 @@ class Pool:
         *tasks: Iterable[Any],
         chunksize: int = 1,
         progress: bool | None = None,
+        return_exceptions: bool = False,
     ) -> list[Any]:
         """Call `fn` with each task on whichever rank is free; return the results in order.
 
@@ -231,8 +237,10 @@ class Pool:
             chunksize: How many tasks a rank gets at once.
             progress: Whether to show a bar; without rich, or in a notebook without ipywidgets, a
                 line that counts. By default, on a terminal and in a notebook.
+            return_exceptions: Whether the result of a task that raises is the exception.
 
         Raises:
+            ArgumentTypeError: `fn` is no function, or there are no tasks to iterate over.
             InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
@@ -240,7 +248,12 @@ class Pool:
             raise ArgumentTypeError("map takes tasks after the function: map(f, range(8))")
         for each in tasks:
             _check_iterable(each, "map", "map(f, range(8))")
-        return self.starmap(fn, zip_sized(tasks), chunksize=chunksize, progress=progress)
+        return self.starmap(
+            *(fn, zip_sized(tasks)),
+            chunksize=chunksize,
+            progress=progress,
+            return_exceptions=return_exceptions,
+        )
 
     def starmap(
         self,
@@ -249,6 +262,7 @@ class Pool:
         *,
         chunksize: int = 1,
         progress: bool | None = None,
+        return_exceptions: bool = False,
     ) -> list[Any]:
         """Do as `map` does for arguments that are in tuples already."""
         check_function(fn, "map")
@@ -257,14 +271,19 @@ class Pool:
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
         chunks = chunks_of(iter(tasks), size)
+        make = run_each_kept if return_exceptions else run_each
         numbered: Iterator[tuple[int, RankCall]] = (
-            (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
+            (i * size, (make, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
         total = len(tasks) if isinstance(tasks, Sized) else None
         with progress_bar(total, progress) as advance:
             results = _Results(advance)
             self._work(lambda rank: next(numbered, None), results, "task")
-        return [each for number in sorted(results) for each in results[number]]
+        found = [each for number in sorted(results) for each in results[number]]
+        return [
+            kept_error(i, each) if isinstance(each, RaisedError) else each
+            for i, each in enumerate(found)
+        ]
 
     def shared_array(self, shape: int | Sequence[int], dtype: Any = float) -> np.ndarray[Any, Any]:
         """Return an array of zeros that this process and all ranks read and write.
@@ -277,8 +296,9 @@ class Pool:
             ranks.run(fill_own_row, x)             # x has the rows now
 
         Raises:
-            ArgumentTypeError: The shape is an array.
-            InvalidArgumentError: The dtype holds objects.
+            ArgumentTypeError: The shape is no int or sequence of ints, or the dtype is none.
+            InvalidArgumentError: A size is negative, or the dtype holds objects.
+            MemoryError: This host has less memory.
         """
         self._check()
         region, array = new_array(shape, dtype)
@@ -406,8 +426,11 @@ class Pool:
 
     def _note_reasons(self, name: str, error: BaseException, ended: dict[int, str]) -> None:
         """Note in an error what a call lacks, the ranks that ended, and the pool's state."""
+        note_module(error)
         if isinstance(error, NameError):
             self._note_name(error)
+        if name and isinstance(error.__cause__, WorkerFailedError):
+            error.add_note(_OTHER_RESULTS)
         if isinstance(error, TypeError) and re.search(r"missing \d+ required pos", str(error)):
             error.add_note(_ARGUMENTS_OF_MAP if name else _ARGUMENTS_OF_RUN)
         for end in ended.values():
