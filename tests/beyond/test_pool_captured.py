@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import unisono
+from unisono.beyond.pool import display
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError, WorkerFailedError
 
 pytest.importorskip("cloudpickle")
@@ -248,3 +249,29 @@ def test_exceptions_may_be_results_of_map(ranks, chunksize):
     with pytest.raises(ZeroDivisionError) as caught:
         ranks.map(notebook["f"], [1, 0])
     assert "map(f, tasks, return_exceptions=True) returns them" in caught.value.__notes__[-1]
+
+
+def draw():
+    return np.random.rand()
+
+
+def test_forked_ranks_draw_their_own_numbers(ranks, executor):
+    found = [*ranks.run(draw), *ranks.run(draw), executor.submit(draw).result()]
+    assert len(set(found)) == 5
+
+
+def test_lines_of_ranks_beside_a_bar_of_a_notebook_do_not_go_through_rich(monkeypatch):
+    progress = pytest.importorskip("rich.progress")
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(display, "find_spec", lambda name: sys.__spec__ or name)
+    made = []
+
+    class Bar(progress.Progress):
+        def __init__(self, **keywords):
+            made.append(keywords)
+            super().__init__(**keywords)
+
+    monkeypatch.setattr(progress, "Progress", Bar)
+    with display.progress_bar(2, True) as advance:
+        advance(2)
+    assert made == [{"redirect_stdout": False, "redirect_stderr": False}]

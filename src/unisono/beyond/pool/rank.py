@@ -17,6 +17,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from unisono.beyond.pool.display import Shown, show, show_figures, take_displayed
 from unisono.beyond.pool.main_names import (
     end_call,
@@ -90,6 +92,7 @@ class _Rank:
             os.environ["MPLBACKEND"] = "agg"
             vars(builtins).setdefault("display", show)
         signal.signal(signal.SIGINT, self._interrupt)
+        np.random.seed()  # forked ranks would draw the same numbers; Python seeds `random` anew
         note_start()
 
     def _interrupt(self, signum: int, frame: object) -> None:
