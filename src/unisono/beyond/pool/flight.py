@@ -48,7 +48,10 @@ def result_of(rank: int, answer: CallAnswer) -> Any:
 
 def kept_error(number: int, raised: RaisedError) -> Exception:
     """Return what a task of `map` has raised, with its traceback as the cause."""
-    error, cause = error_of(raised), WorkerFailedError(f"task {number} raised:\n{raised.text}")
+    error, cause = (
+        error_of(raised),
+        WorkerFailedError(f"task {number} raised an exception\n{raised.text}"),
+    )
     if not isinstance(error, Exception):
         return cause
     error.add_note(f"raised in task {number}")
