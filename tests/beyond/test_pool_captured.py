@@ -107,7 +107,7 @@ def test_a_function_that_assigns_what_it_reads_of_the_notebook_is_refused_at_onc
     ):
         with pytest.raises(
             UsageError,
-            match="(f|add) assigns the global count, which is a copy on a rank: the count of the "
+            match=r"(f|add) assigns the global count, which is a copy on a rank: the count of the "
             "notebook would stay as it is",
         ):
             call()
