@@ -44,7 +44,8 @@ def check_function(fn: Any, call: str) -> None:
 
 def _check_generator(name: str, value: Any) -> None:
     owner = value.__self__ if isinstance(value, (MethodType, BuiltinMethodType)) else value
-    kinds = {(each.__module__.partition(".")[0], each.__name__) for each in type(owner).__mro__}
+    types = type(owner).__mro__
+    kinds = {(str(each.__module__).partition(".")[0], each.__name__) for each in types}
     if not kinds.isdisjoint(_GENERATORS):
         of = "" if owner is value else "a method of "
         raise UsageError(
