@@ -27,9 +27,9 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007, 0040, 0042 and 0052.
+# docs/decisions/0007, 0040, 0042, 0052 and 0078.
 SHELVES = {
-    "core": 26_360,  # 26,150, a codec in C++, peers of cores, sums of halves, slots that move
+    "core": 26_425,  # 26,150, a codec in C++, peers of cores, sums of halves, what goes unencrypted
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_270,  # 2,120, windows, ranks that stay, what calls may name, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names

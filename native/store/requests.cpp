@@ -117,7 +117,7 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     return expected.size();
   }
   if (data[0] == static_cast<char>(Opcode::validate)) {
-    if (options_.tls == Tls::all && client.tls == nullptr) {
+    if (lacks_tls(client) && (options_.tls == Tls::all || options_.context->has_certificate)) {
       refuse(client, kTlsNeeded, kEncrypt);
     } else if (options_.serves_strangers ||
                (client.tls != nullptr && options_.context->has_certificate)) {

@@ -544,6 +544,13 @@ def test_a_plain_copy_has_the_bytes_that_a_rank_must_get(bench, tmp_path):
     assert out.count("# unisono / copy") == len(OPS) - 1  # barrier has no bytes
 
 
+def test_a_plain_copy_of_few_bytes_is_refused():
+    small = SimpleNamespace(case=SimpleNamespace(nbytes=(256 << 10) - 1), plan=None)
+    with pytest.raises(UnsupportedError) as caught:
+        libraries._Copy().call(small)
+    assert caught.value.what == "below 262144 bytes it would show the time of a call"
+
+
 @pytest.mark.parametrize("nprocs", [2, 5])
 @pytest.mark.parametrize("root", [0, 1])
 def test_bytes_that_a_copy_moves_are_those_that_ranks_receive(nprocs, root):

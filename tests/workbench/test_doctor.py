@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.core.transports.test_tls_hosts import certificates
 from tests.support import netns
 from tests.support.launches import Launch
 from unisono.core.base import document
@@ -665,6 +666,19 @@ def test_hosts_with_a_fault_find_it(tmp_path, make):
             )
     assert codes == [code, code], shown
     assert any(text in out for out in shown), shown
+
+
+@needs_hosts
+@pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
+def test_hosts_with_certificates(tmp_path):
+    with netns.Network(2) as network:
+        files = certificates(tmp_path, network.hosts)
+        flags = (*ENDPOINT, "--rdzv-endpoint", network.hosts[0].v4)
+        codes, shown = run_on_all(
+            tmp_path, network, *flags, each=lambda host: {"patches": QUICK, **files[host.index - 1]}
+        )
+    assert codes == [0, 0], shown
+    assert any("TLS 1.3 (certificates)" in text for text in shown), shown
 
 
 @needs_hosts

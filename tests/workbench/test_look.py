@@ -16,9 +16,11 @@ from unittest import mock
 
 import pytest
 
+from tests.core.transports.test_tls_hosts import certificates
 from tests.faults.scripts import ranks_of, started
 from tests.support import netns
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.net.tls import why_no_tls
 from unisono.core.base.source.where import stack_of
 from unisono.core.platform.network import listeners
 from unisono.core.platform.peer_user import user_of_peer
@@ -265,6 +267,42 @@ def test_top_on_a_host_without_a_rank():
                 assert "load" not in refused.stderr
 
 
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+@pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
+def test_top_with_certificates(tmp_path):
+    script = SCRIPT.replace("WAIT", "time.sleep(60)")
+    with netns.Network(2) as network:
+        first, second = network.hosts
+        inside = [
+            host.inside("env", *(f"{name}={value}" for name, value in files.items()))
+            for host, files in zip(
+                network.hosts, certificates(tmp_path, network.hosts), strict=True
+            )
+        ]
+        variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": "29500"}
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = ""
+        words = [sys.executable, "-m", "unisono", "top", "--once", f"{first.v4}:29500"]
+        with started(inside, script, variables) as processes:
+            limit_s, text = time.monotonic() + LIMIT_S, ""
+            while "for rank 1, which is in load (<string>:12)" not in text:
+                assert time.monotonic() < limit_s, text
+                assert all(process.poll() is None for process in processes)
+                shown = subprocess.run(
+                    [*inside[1], *words],
+                    check=False,
+                    capture_output=True,
+                    text=True,
+                    timeout=LIMIT_S,
+                )
+                text = shown.stdout
+            assert text.count("TLS 1.3 (certificates)") == 2, text
+            assert "plain" not in text
+            # Without a certificate nothing is shown.
+            refused = top_on(second, first, "env", "UNISONO_TLS=auto")
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert "load" not in refused.stderr
+
+
 def top_on(viewer, host, *prefix):
     command = [*prefix, sys.executable, "-m", "unisono", "top", "--once", f"{host.v4}:29500"]
     return subprocess.run(
@@ -472,6 +510,16 @@ def test_live_table_counts_the_time_of_a_call():
 def test_no_rank_answers(capsys):
     assert main(["top", "--once", "999999999"]) == 1
     assert "no rank of '999999999' answers" in capsys.readouterr().err
+
+
+def test_a_store_without_ranks_says_which_address_is_meant(capsys):
+    """As that of the agents' rendezvous."""
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        where = f"127.0.0.1:{store.port}"
+        assert main(["top", "--once", where]) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"no rank of '{where}' answers" in shown
+    assert "MASTER_ADDR:MASTER_PORT in their environment and not --rdzv-endpoint" in shown
 
 
 def test_live_table_needs_rich(monkeypatch):

@@ -22,6 +22,7 @@ import pytest
 import unisono as dist
 from tests.core.rendezvous.test_detection import MPIEXEC, clean_environment
 from tests.faults import test_hosts
+from tests.faults.scripts import outcome
 from tests.support import netns
 from tests.support.calls import wait_until
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
@@ -32,6 +33,7 @@ from unisono.adapters.mpi import library as mpi_library
 from unisono.adapters.mpi.engine import MPIEngine, _MPIWatch, _unfinished
 from unisono.adapters.mpi.world import join
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.net import tls
 from unisono.core.stores import HashStore
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
@@ -882,4 +884,33 @@ def test_two_hosts():
     assert script != test_hosts.COMPUTES
     with netns.Network(2) as network:
         first = network.hosts[0].v4
-        test_hosts.compute(network.hosts, script, MASTER_ADDR=first, UNISONO_SHARED_MEMORY="0")
+        test_hosts.compute(
+            network.hosts, script, MASTER_ADDR=first, UNISONO_SHARED_MEMORY="0", UNISONO_TLS="off"
+        )
+
+
+ASKS = """
+told = attempt(lambda: dist.init_process_group("mpi", timeout=60))
+tell(told)
+if not told.kind:
+    dist.destroy_process_group()
+"""
+PLAIN = "what MPI sends between hosts is not encrypted by unisono"
+
+
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+@pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
+@pytest.mark.parametrize("mode", ["on", "auto", "off"])
+def test_two_hosts_and_encryption(mode):
+    with netns.Network(2) as network:
+        place = {"MASTER_ADDR": network.hosts[0].v4, "UNISONO_TLS": mode}
+        with test_hosts.on(network.hosts, ASKS, **place) as processes:
+            ends = [outcome(process) for process in processes]
+    for rank, (told, code, err) in enumerate(ends):
+        assert code == 0, err
+        if mode == "on":
+            assert told["kind"] == "UnsupportedError"
+            assert f"{PLAIN}, which UNISONO_TLS=on forbids" in told["text"]
+        else:
+            assert told["kind"] == "", told
+        assert err.count(PLAIN) == (mode == "auto" and rank == 0), err

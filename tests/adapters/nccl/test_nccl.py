@@ -17,9 +17,10 @@ from tests.adapters.nccl import fake_cuda
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.oracle import DTYPES, REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.together import on_threads
-from unisono.adapters.nccl import arrays
+from unisono.adapters.nccl import arrays, link
 from unisono.adapters.nccl.gpu import GPU
 from unisono.adapters.nccl.library import load
+from unisono.core.base import log
 from unisono.core.groups.world import World, use
 from unisono.errors import (
     ArgumentTypeError,
@@ -381,6 +382,34 @@ def test_ranks_on_one_gpu_are_refused():
         )
 
     on_gpus(3, body)
+
+
+@pytest.mark.parametrize("mode", ["on", "cert", "auto", "off"])
+def test_ranks_on_two_hosts_and_encryption(monkeypatch, caplog, mode):
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    monkeypatch.setattr(log, "_logged", set())
+
+    def body(rank):
+        x = fake_cuda.array([1.0])
+        if mode in ("on", "cert") and hosts[0] != hosts[1]:
+            with pytest.raises(UnsupportedError) as caught:
+                dist.all_reduce(x)
+            assert caught.value.what == (
+                "all_reduce: what NCCL sends between the hosts of group 'default' is not encrypted "
+                f"by unisono, which UNISONO_TLS={mode} forbids"
+            )
+            assert x.get().tolist() == [1.0]
+        else:
+            dist.all_reduce(x)
+            assert x.get().tolist() == [2.0]
+
+    # The fake NCCL has a store of its own, which needs certificates.
+    for hosts in ("aa", "ab")[mode == "cert" :]:
+        monkeypatch.setattr(link, "this_host", lambda: hosts[fake_cuda.current_device()])  # noqa: B023
+        on_gpus(2, body)
+        logged = [line for line in caplog.messages if line.startswith("what NCCL sends between")]
+        assert len(logged) == (hosts == "ab" and mode == "auto")
 
 
 def test_a_failure_of_nccl_is_named_on_all_ranks():

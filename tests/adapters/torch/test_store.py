@@ -2,11 +2,21 @@
 
 import sys
 import threading
+from functools import partial
 
 import pytest
 
 import unisono
-from unisono.errors import StoreKeyError, StoreTimeoutError, UnsupportedError
+from tests.support.together import on_threads
+from unisono.core.base import log
+from unisono.core.base.net import unencrypted
+from unisono.errors import (
+    RendezvousError,
+    StoreKeyError,
+    StoreTimeoutError,
+    UnisonoError,
+    UnsupportedError,
+)
 from unisono.testing.store_suite import STORE_CHECKS, check_store
 
 torch = pytest.importorskip("torch")
@@ -67,6 +77,49 @@ def test_the_host_of_the_server_is_known_through_prefixes():
     nested = torch_dist.PrefixStore("a", torch_dist.PrefixStore("b", server))
     assert TorchStore(nested).host == "127.0.0.1"
     assert make("hash").host is None
+
+
+def test_a_store_of_torch_on_another_host_is_refused(monkeypatch):
+    """By the rank that calls it; the rank that has it learns of that."""
+    server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+    caller = []
+    monkeypatch.setattr(
+        unencrypted, "_is_here", lambda host, port: threading.get_ident() not in caller
+    )
+
+    def rank_thread(rank):
+        inner = server
+        if rank == 1:
+            caller.append(threading.get_ident())
+            inner = torch_dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        store = TorchStore(torch_dist.PrefixStore("a", inner))
+        with pytest.raises(UnisonoError) as caught:
+            unisono.ProcessGroup(store, rank, 2, timeout=20)
+        return type(caught.value), caught.value.what
+
+    text = (
+        f"the connection of torch's TCPStore to 127.0.0.1:{server.port} is not encrypted by "
+        "unisono, which UNISONO_TLS=on forbids"
+    )
+    assert on_threads(*(partial(rank_thread, rank) for rank in range(2))) == [
+        (RendezvousError, f"rank 0 of 2 cannot meet rank 1: {text}"),
+        (UnsupportedError, text),
+    ]
+
+
+def test_a_store_of_torch_on_another_host_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(unencrypted, "_is_here", lambda host, port: False)
+    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    store, elsewhere = make("hash"), make("tcp")
+    for token, count in (("", 0), ("of the job", 1)):
+        monkeypatch.setenv("UNISONO_TOKEN", token)
+        for each in (store, elsewhere, elsewhere):
+            each.check_encryption()
+        assert len(caplog.messages) == count
+    assert "torch's TCPStore" in caplog.text
 
 
 class Memory(torch_dist.Store):

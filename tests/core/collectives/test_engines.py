@@ -144,6 +144,21 @@ def meet_near(rank, path, settings):
             os.environ.pop(name, None)
 
 
+@pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
+def test_engine_info_says_what_encrypts(monkeypatch):
+    def shown(mode, token):
+        monkeypatch.setenv("UNISONO_TLS", mode)
+        monkeypatch.setenv("UNISONO_TOKEN", token)
+        found = dist.engine_info()
+        assert f"encryption between hosts: {found.encryption}" in str(found)
+        return found.encryption
+
+    assert shown("auto", "of the job") == shown("on", "of the job") == "TLS 1.3 (token)"
+    assert (shown("auto", ""), shown("off", "of the job")) == ("none", "none")
+    assert shown("on", "").startswith("UNISONO_TLS=on encrypts with keys from the job's token")
+    assert shown("cert", "").startswith("UNISONO_TLS=cert needs UNISONO_TLS_CERT")
+
+
 AUTO = {"UNISONO_TLS": "auto", "UNISONO_TOKEN": "of the job"}
 NO_TOKEN, OFF = {"UNISONO_TLS": "auto", "UNISONO_TOKEN": ""}, AUTO | {"UNISONO_TLS": "off"}
 

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -10,6 +12,9 @@ import pytest
 
 from tests.support import services
 from tests.support.services import KINDS, needs
+from unisono.core.base import log
+from unisono.core.base.net import unencrypted
+from unisono.core.rendezvous.services import open_service
 from unisono.core.stores.services.etcd import EtcdStore
 from unisono.core.stores.services.redis import RedisStore
 from unisono.core.stores.services.store import Unreachable
@@ -42,6 +47,77 @@ def test_conforms(service, check, monkeypatch):
     suite = sys.modules["unisono.testing.store_suite"]
     monkeypatch.setattr(suite, "STORE_CHECKS", (check,))
     check_store(lambda: service(next(PREFIXES)))
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """No server counts as one of this host; nothing was logged before."""
+    monkeypatch.setattr(unencrypted, "_is_here", lambda host, port: False)
+    monkeypatch.setattr(unencrypted, "is_loopback", lambda host: False)
+    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+
+
+@pytest.mark.parametrize("mode", ["on", "cert"])
+def test_a_plain_service_on_another_host_is_refused(service, elsewhere, monkeypatch, mode):
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    with pytest.raises(UnsupportedError) as caught:
+        service("p")
+    assert re.fullmatch(
+        r"the connection of <(Etcd|Redis)Store 127\.0\.0\.1:(\d+) 'p'> to 127\.0\.0\.1:\2 is not "
+        rf"encrypted by unisono, which UNISONO_TLS={mode} forbids",
+        caught.value.what,
+    )
+    monkeypatch.undo()
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    with service(next(PREFIXES)) as store:  # on this host
+        store.set("k", "v")
+
+
+def test_a_plain_service_on_another_host_is_logged_once(service, elsewhere, monkeypatch, caplog):
+    monkeypatch.setenv("UNISONO_TLS", "off")
+    prefix = next(PREFIXES)
+    service(prefix).close()
+    assert not caplog.messages
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    with service(prefix) as store, store.clone() as clone:
+        clone.set("k", "v")
+        assert store.get("k") == b"v"
+    (line,) = caplog.messages
+    assert "is not encrypted by unisono; use TLS (rediss://, etcds://" in line
+    monkeypatch.setenv("UNISONO_TOKEN", "")
+    service(next(PREFIXES)).close()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_with_tls_is_not_refused(kind, tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    cert, key = f"{tmp_path}/cert.pem", f"{tmp_path}/key.pem"
+    with services.server_of(kind, tmp_path, secured=True) as server:
+        place = f"localhost:{server.port}"
+        url = f"etcds://{place}?ca_cert={cert}&cert_cert={cert}&cert_key={key}"
+        if kind == "redis":
+            url = f"rediss://:p%40ss@{place}?ssl_ca_certs={cert}"
+        with open_service(url, "run", timeout=20) as store:
+            store.set("k", "v")
+            assert store.get("k") == b"v"
+
+
+@needs("redis")
+def test_pools_and_unix_sockets_of_redis(tmp_path, elsewhere, monkeypatch):
+    import redis
+
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    with pytest.raises(StoreConnectionError, match=r"redis\.sock"):
+        RedisStore(unix_socket_path=f"{tmp_path}/redis.sock", timeout=0.1)
+    monkeypatch.undo()
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    # It finds its server by itself.
+    pool = redis.ConnectionPool()
+    with pytest.raises(UnsupportedError, match=r"to \?:6379 is not encrypted by unisono"):
+        RedisStore(connection_pool=pool)
 
 
 def test_keys_below_other_prefixes_are_not_seen(service):

@@ -4,6 +4,7 @@ import ast
 import os
 import signal
 import tempfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,6 +36,26 @@ NAME = UnixTransport.__name__
 def known(monkeypatch):
     monkeypatch.setattr(registry._transports, "_values", dict(registry._transports._values))
     register_transport("unix", UnixTransport)
+
+
+@pytest.mark.parametrize("mode", ["on", "cert"])
+def test_a_transport_that_does_not_encrypt_is_refused_between_hosts(monkeypatch, mode):
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    store = HashStore()
+
+    def rank_thread(rank):
+        with pytest.raises(UnsupportedError) as caught:
+            connect(store, rank, 2, Deadline(60), "unix", lambda: f"host{rank}")
+        return caught.value.what
+
+    assert (
+        on_threads(*(partial(rank_thread, rank) for rank in range(2)))
+        == [
+            "what the transport 'unix' sends between hosts is not encrypted by unisono, which "
+            f"UNISONO_TLS={mode} forbids"
+        ]
+        * 2
+    )
 
 
 def every_call(rank):

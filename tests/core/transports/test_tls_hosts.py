@@ -178,6 +178,55 @@ def test_a_job_with_certificates_is_not_read(before, tmp_path):
         assert seen[1:] == []
 
 
+# As torch's clients, which know neither tokens nor TLS.
+SERVES = """
+import sys
+from unisono import TCPStore
+with TCPStore(sys.argv[1], 29658, is_master=True, wait_for_workers=False, token="") as store:
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+CALLS = """
+import sys
+from unisono import TCPStore
+from unisono.errors import HandshakeError
+try:
+    TCPStore(sys.argv[1], 29658, timeout=20, token="").set("k", "v")
+except HandshakeError as error:
+    print(error.what)
+else:
+    print("admitted")
+"""
+
+
+@pytest.mark.parametrize("before", ["", NO_EXTENSION], ids=["C++", "Python"])
+@pytest.mark.parametrize("mode", ["cert", "auto"])
+def test_a_client_of_torch_on_another_host(before, mode, tmp_path):
+    with netns.Network(2) as network:
+        first, second = network.hosts
+        files = certificates(tmp_path, network.hosts)[0] if mode == "cert" else {}
+        settings = os.environ | files | {"UNISONO_TLS": mode, "UNISONO_INSECURE": "1"}
+        with subprocess.Popen(
+            first.inside(sys.executable, "-c", f"{before}\n{SERVES}", first.v4),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=settings,
+        ) as server:
+            try:
+                assert server.stdout.readline() == "ready\n"
+                call = second.inside(sys.executable, "-c", CALLS, first.v4)
+                plain = os.environ | {"UNISONO_TLS": "off"}
+                found = subprocess.run(call, capture_output=True, text=True, env=plain, timeout=60)
+            finally:
+                server.communicate("\n", timeout=20)
+    assert found.returncode == 0, found.stderr
+    if mode == "auto":
+        assert found.stdout == "admitted\n"
+    else:
+        assert "it encrypts its connections, and this client does not" in found.stdout
+
+
 def test_a_job_without_the_extension_is_not_read_or_says_so():
     with netns.Network(2) as network:
         seen = []

@@ -23,6 +23,7 @@ from unisono.adapters.mpi.library import (
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.grouping import grouped
+from unisono.core.base.net.unencrypted import check_unencrypted, strictest, this_host
 from unisono.core.base.process_identity import new_user
 from unisono.core.base.text import name_ranks
 from unisono.core.engines.shared_memory import memory_host
@@ -32,6 +33,8 @@ from unisono.errors import Context, RendezvousError, StoreTimeoutError, Unsuppor
 
 _START = "start the ranks with the library's mpiexec, or srun; with MPICH or Intel MPI also with "
 _START += "`unisono run --mpi`, if the script imports mpi4py before unisono"
+
+_PLAIN_HINT = "the links of engine='auto' are encrypted; UNISONO_TLS=off on a closed network"
 
 _OTHER = "make the group with pg_options=CPUOptions(engine='auto'), or with another backend"
 
@@ -49,12 +52,15 @@ def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, .
         deadline: For the slowest rank.
 
     Raises:
-        UnsupportedError: MPI is missing on a rank, the ranks have different libraries, or they are
-            not in one MPI world. All ranks raise it.
+        UnsupportedError: MPI is missing on a rank, the ranks have different libraries, they are not
+            in one MPI world, or on several hosts with UNISONO_TLS=on or cert. All ranks raise it.
     """
     mine = _look()
     rows = _exchange(store, "library", rank, size, mine, deadline)
     _check_libraries(rank, rows)
+    if len({row["place"] for row in rows}) > 1:
+        mode = strictest({row["tls"] for row in rows})
+        check_unencrypted("what MPI sends between hosts", _PLAIN_HINT, mode, warns=rank == 0)
     if not mine["ready"]:
         pmi, ends = _server(store, rank, rows, deadline), None
         if pmi is None:
@@ -75,6 +81,7 @@ def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, .
 def _look() -> dict[str, Any]:
     """Return the facts about this process that all ranks must know."""
     row = {"user": f"{new_user().split('~')[1]}/{os.getpid()}", "host": memory_host()}
+    row |= {"place": this_host(), "tls": config.get("UNISONO_TLS")}
     try:
         found = library()
     except UnsupportedError as error:

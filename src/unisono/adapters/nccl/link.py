@@ -25,6 +25,7 @@ from unisono.core.backends.cpu import CPUBackend
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.unencrypted import check_unencrypted, this_host
 from unisono.core.base.text import name_ranks
 from unisono.core.base.types import DType
 from unisono.errors import (
@@ -41,6 +42,8 @@ _ABORT_S = 10.0
 _FINALIZE_S = 5.0
 _POLL_S = 0.0005
 _UID_BYTES = 128
+_DIGEST_BYTES = 16
+_PLAIN_HINT = "arrays in CPU memory go encrypted; UNISONO_TLS=off on a closed network"
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -126,11 +129,21 @@ class NCCLLink:
         self.handle = libraries.calls.Comm(self._comm.ptr)
 
     def _check_gpus(self, control: CPUBackend, options: CallOptions) -> str:
-        """Check that each rank has a GPU of its own; return why no rank may use IntraNodeComm."""
-        digest = blake2b(self.gpu.uuid.encode(), digest_size=16).digest()
-        mine = np.frombuffer(digest + bytes([intra_node.is_wanted()]), np.uint8)
+        """Check that each rank has a GPU of its own; return why no rank may use IntraNodeComm.
+
+        Raises:
+            UnsupportedError: On all ranks: they have several hosts, and UNISONO_TLS is on or cert.
+        """
+        digest, place = (
+            blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+            for text in (self.gpu.uuid, this_host())
+        )
+        mine = np.frombuffer(digest + place + bytes([intra_node.is_wanted()]), np.uint8)
         all_of_them = np.zeros((self._spec.size, mine.size), np.uint8)
         _raise_error(control.all_gather_into_tensor(all_of_them, mine, options))
+        if (all_of_them[:, _DIGEST_BYTES:-1] != mine[_DIGEST_BYTES:-1]).any():
+            what = f"what NCCL sends between the hosts of group '{self._spec.name}'"
+            check_unencrypted(what, _PLAIN_HINT, warns=self._spec.rank == 0)
         unwanted = [
             rank for rank, row in zip(self._spec.ranks, all_of_them, strict=True) if not row[-1]
         ]
@@ -139,7 +152,7 @@ class NCCLLink:
             return why
         ranks_of: dict[bytes, list[int]] = {}
         for rank, row in zip(self._spec.ranks, all_of_them, strict=True):
-            ranks_of.setdefault(row[:-1].tobytes(), []).append(rank)
+            ranks_of.setdefault(row[:_DIGEST_BYTES].tobytes(), []).append(rank)
         for ranks in ranks_of.values():
             if len(ranks) > 1:
                 raise UsageError(

@@ -12,6 +12,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono import errors
 from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.net.unencrypted import check_call
 from unisono.core.stores import Store
 from unisono.core.stores.api import (
     Value,
@@ -31,6 +32,8 @@ _LEAST = timedelta(milliseconds=1)
 
 # Up to this time-out a wait polls. A longer pause delays ranks, a shorter pause loads the store.
 _SHORT_S, _PAUSE_S = 0.1, 0.005
+
+_PLAIN_HINT = "import unisono as dist, whose store encrypts, or meet in a torch FileStore"
 
 
 class TorchStore(Store):
@@ -52,10 +55,23 @@ class TorchStore(Store):
         self._store = store
 
     @property
+    def _inner(self) -> Any:
+        return getattr(self._store, "_underlying_non_prefix_store", self._store)
+
+    @property
     def host(self) -> str | None:
         """Host of the store's server; None if it has no server (a file, for example)."""
-        inner = getattr(self._store, "_underlying_non_prefix_store", self._store)
-        return getattr(inner, "host", None)
+        return getattr(self._inner, "host", None)
+
+    def check_encryption(self) -> None:
+        """Refuse, or log once, that torch's store is called on another host.
+
+        Raises:
+            UnsupportedError: UNISONO_TLS is on or cert.
+        """
+        if self.host is not None:
+            who, port = f"torch's {type(self._inner).__name__}", getattr(self._inner, "port", 0)
+            check_call(who, self.host, port, _PLAIN_HINT)
 
     def set(self, key: str, value: Value) -> None:
         with self._errors():

@@ -37,6 +37,7 @@ from unisono.core.engines.kernels import divide, scale
 from unisono.core.schedules import Layout, Program, Schedule
 from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
 from unisono.core.stores import PrefixStore
+from unisono.core.stores.prefix import innermost
 from unisono.core.transports import connect, has_ended
 from unisono.core.transports.messages import Failure
 from unisono.errors import ArgumentTypeError
@@ -66,6 +67,9 @@ def _connect(spec: GroupSpec, name: str, scheme: str | None, word: str) -> Commu
 
     def host_of() -> str:
         other_engine(name)
+        # Not when the store is made: the other ranks learn of an error here.
+        if (check := getattr(innermost(spec.store), "check_encryption", None)) is not None:
+            check()
         return host_id(name)
 
     transport = connect(spec.store, spec.rank, spec.size, deadline, scheme, host_of, word)

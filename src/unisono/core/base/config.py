@@ -41,8 +41,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_TLS": Variable(
         "auto",
-        "auto (encrypt connections to other hosts if there is a token), off, on (all, or fail) or "
-        "cert (to other hosts, with certificates)",
+        "what to encrypt: auto (to other hosts, by the token), off, on (all) or cert (to others)",
     ),
     "UNISONO_TLS_CERT": Variable("", "PEM file of this host's certificate, for UNISONO_TLS=cert"),
     "UNISONO_TLS_PKEY": Variable("", "PEM file of the certificate's private key"),

@@ -13,6 +13,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.unencrypted import check_unencrypted
 from unisono.core.base.process_identity import Life, describe, life_of, new_user
 from unisono.core.base.text import by_rank, name_ranks
 from unisono.core.platform.machine import usable_cores
@@ -37,6 +38,7 @@ from unisono.errors import (
 
 _LOG = get_logger("transports")
 _UNKNOWN = "-"
+_OURS = ("tcp", "inproc")
 _BETWEEN_HOSTS = re.compile(r"\+TLS-by-(token|certificate)$")
 
 # Begins what a rank publishes that cannot listen: an error, not an address.
@@ -80,7 +82,7 @@ def connect(
     Raises:
         RendezvousError: Some ranks never came, or cannot listen; names them.
         UnsupportedError: Some ranks have the C++ engine, others not, or another version, or some
-            have another transport.
+            have another transport, or one that does not encrypt although UNISONO_TLS asks for it.
     """
     addresses: list[str] = []
     try:
@@ -114,7 +116,7 @@ def connect(
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
-        _check_transports([name for name, _ in named], rank, is_near=on_one_host(hosts, trips_us))
+        _check_transports([n for n, _ in named], transport, is_near=on_one_host(hosts, trips_us))
         _check_engines(hosts, endpoints, rank)
         addresses += (address for _, address in named)
         transport.world_number = number
@@ -167,18 +169,21 @@ def _publish(
     return number, [] if failed else [list(column) for column in zip(*rows, strict=True)]
 
 
-def _check_transports(names: Sequence[str], rank: int, *, is_near: bool) -> None:
-    """Check that all ranks have transports of one name, which understand each other."""
+def _check_transports(names: Sequence[str], mine: Transport, *, is_near: bool) -> None:
+    """Check that all ranks have transports of one name, and that it may leave the host."""
     if is_near:  # nothing goes to another host
         names = [_BETWEEN_HOSTS.sub("", name) for name in names]
     if len(set(names)) > 1:
         shown = by_rank(enumerate(names))
         raise UnsupportedError(
             f"the ranks of a world must have one transport, but they have {shown}",
-            context=Context(rank=rank, world_size=len(names)),
+            context=Context(rank=mine.rank, world_size=len(names)),
             hint="give all ranks the same UNISONO_TRANSPORT, UNISONO_TLS, UNISONO_TOKEN and "
             "CPUOptions.transport",
         )
+    if not (is_near or mine.protection or mine.name in _OURS):
+        what = f"what the transport {mine.name!r} sends between hosts"
+        check_unencrypted(what, "use UNISONO_TRANSPORT=tcp", warns=mine.rank == 0)
 
 
 def _check_engines(hosts: Sequence[str], endpoints: Sequence[str], rank: int) -> None:

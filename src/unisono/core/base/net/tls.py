@@ -206,11 +206,13 @@ class TlsPolicy(NamedTuple):
 
         Args:
             sock: The connection.
-            is_stranger: Whether the other end has no token, so that other rules admit it.
+            is_stranger: Whether the other end has no token, so that other rules admit it if this
+                end has no certificate.
         """
         if is_secured(sock) or self.rule is TlsRule.NONE:
             return False
-        return self.rule is TlsRule.ALL or not (is_stranger or is_local(sock))
+        is_spared = is_stranger and not uses_certificates()
+        return self.rule is TlsRule.ALL or not (is_spared or is_local(sock))
 
 
 class SecuredSocket(socket.socket):

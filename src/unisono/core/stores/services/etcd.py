@@ -46,7 +46,8 @@ class EtcdStore(ServiceStore):
         cert_key: File with its key.
 
     Raises:
-        UnsupportedError: The package etcd3gw is not installed (`pip install 'unisono[etcd]'`).
+        UnsupportedError: The package etcd3gw is not installed (`pip install 'unisono[etcd]'`), or
+            UNISONO_TLS=on or cert forbids "http" to another host.
         StoreConnectionError: No member answers.
         StoreTimeoutError: See `world_size`.
     """
@@ -85,7 +86,7 @@ class EtcdStore(ServiceStore):
         self._member = 0
         # Unused clients, with the member that each talks to: one serves one thread at a time.
         self._idle: list[tuple[int, Any]] = []
-        self._open(lambda: self._entries(["u"]))
+        self._open(lambda: self._entries(["u"]), () if protocol == "https" else self.endpoints)
 
     def clone(self) -> EtcdStore:
         """Return a handle of its own to the same data."""

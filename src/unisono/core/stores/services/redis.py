@@ -56,7 +56,8 @@ class RedisStore(ServiceStore):
         options: For `redis.Redis`: db, username, password, ssl, ssl_ca_certs, ...
 
     Raises:
-        UnsupportedError: The package redis is not installed (`pip install 'unisono[redis]'`).
+        UnsupportedError: The package redis is not installed (`pip install 'unisono[redis]'`), or
+            UNISONO_TLS=on or cert forbids a server on another host without `ssl=True`.
         StoreConnectionError: The server does not answer.
         StoreTimeoutError: See `world_size`.
     """
@@ -85,7 +86,18 @@ class RedisStore(ServiceStore):
             socket_connect_timeout=_REPLY_S,
             **options,
         )
-        self._open(lambda: self._request(lambda: self._run("PING")))
+        self._open(lambda: self._request(lambda: self._run("PING")), self._plain(redis.connection))
+
+    def _plain(self, kinds: Any) -> list[tuple[str, int]]:
+        """Return the server that is called without TLS, as the client's pool has it."""
+        pool = self._redis.connection_pool
+        if issubclass(
+            pool.connection_class, (kinds.SSLConnection, kinds.UnixDomainSocketConnection)
+        ):
+            return []
+        # A pool of the user, of Sentinel for example, may find its server elsewhere.
+        known = pool.connection_kwargs
+        return [(known.get("host", "?"), known.get("port", self.port))]
 
     def clone(self) -> RedisStore:
         """Return a handle of its own to the same data."""

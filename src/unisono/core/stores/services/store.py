@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.net.unencrypted import check_call
 from unisono.core.stores.api import (
     changed_too_often,
     check_integer,
@@ -38,6 +39,7 @@ from unisono.errors import (
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _LENGTH = struct.Struct("<I")
+_PLAIN_HINT = "use TLS (rediss://, etcds://, or the options of the store), or a server at localhost"
 _KINDS = {
     **{ChangeKind.PUSH: "q", ChangeKind.POP: "q"},
     **{ChangeKind.ARRIVE: "b", ChangeKind.WITHDRAW: "b"},
@@ -180,9 +182,16 @@ class ServiceStore(TableStore):
             elif self._mark.value is not None:
                 self._request(lambda: self._swap([Swap(self._mark_name, None, None)]))
 
-    def _open(self, probe: Callable[[], object]) -> None:
-        """Make a first request, then join the users; close the store if that fails."""
+    def _open(self, probe: Callable[[], object], plain: Iterable[tuple[str, int]]) -> None:
+        """Make a first request, then join the users; close the store if that fails.
+
+        Args:
+            probe: Makes the request.
+            plain: Host and port of each server that the client calls without TLS.
+        """
         try:
+            for host, port in plain:
+                check_call(repr(self), host, port, _PLAIN_HINT, is_shared=True)
             probe()
             self._join()
         except BaseException:

@@ -96,7 +96,8 @@ def find_jobs(which: str | None, token: str = "") -> list[JobView]:
         raise LaunchError(
             f"no rank {of} answers",
             hint="give the process id of a rank or launcher, on its host, as its user; or the "
-            "address of the job's store and UNISONO_TOKEN",
+            "address of the ranks' store, MASTER_ADDR:MASTER_PORT in their environment and not "
+            "--rdzv-endpoint, and UNISONO_TOKEN",
         )
     return jobs
 
