@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import unisono
-from unisono.beyond.pool import display, snapshots
+from unisono.beyond.pool import display
 from unisono.errors import InvalidArgumentError, NotInitializedError, UsageError, WorkerFailedError
 from unisono.futures import MPIPoolExecutor
 from unisono.launcher import payload
@@ -296,12 +296,12 @@ def test_a_task_gets_its_arguments_as_they_were_at_submit(executor):
 
 def test_waiting_tasks_share_the_copy_of_an_array(executor):
     large = np.arange(1 << 16)
-    calls = [snapshots.TaskSnapshot(np.sum, (large,), {}) for _ in range(3)]
+    calls = [executor._snapshot(np.sum, (large,), {}) for _ in range(3)]
     assert calls[0]._buffers[0] is calls[1]._buffers[0] is calls[2]._buffers[0]
     large[3] += 1
-    assert snapshots.TaskSnapshot(np.sum, (large,), {})._buffers[0] is not calls[0]._buffers[0]
+    assert executor._snapshot(np.sum, (large,), {})._buffers[0] is not calls[0]._buffers[0]
     large.flags.writeable = False
-    frozen = snapshots.TaskSnapshot(np.sum, (large,), {})
+    frozen = executor._snapshot(np.sum, (large,), {})
     assert not frozen._buffers[0].flags.writeable
     assert executor.submit(writeable, large).result() is False
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.text import takes_own_keywords
-from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.errors import InvalidArgumentError, UsageError, WorkerFailedError
 from unisono.launcher.payload import CallArguments, Payload, dumps_of, loads_result
 from unisono.launcher.spawn import SpawnContext, Untyped, check_arguments, check_start
 
@@ -142,6 +142,8 @@ def pickling(
         )
     try:
         yield dumps_of(pickler or pickle)
+    except UsageError:
+        raise
     except Exception as error:
         hint = None if pickler else "pip install cloudpickle: it pickles lambdas and closures too"
         raise InvalidArgumentError(

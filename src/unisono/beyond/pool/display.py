@@ -86,7 +86,8 @@ def progress_bar(total: int | None, wanted: bool | None) -> Iterator[Callable[[i
     else:
         from rich.progress import Progress
 
-        with Progress() as bar:
+        # In a notebook each line that goes through rich would be an output of its own.
+        with Progress(redirect_stdout=not is_notebook, redirect_stderr=not is_notebook) as bar:
             task = bar.add_task("tasks", total=total)
             yield lambda count: bar.update(task, advance=count)
 

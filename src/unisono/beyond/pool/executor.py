@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.spawn import prepare
 from typing import Any, Self
 
+from unisono.beyond.pool.captured import CallNames, note_module
 from unisono.beyond.pool.display import progress_bar
 from unisono.beyond.pool.flight import result_of
 from unisono.beyond.pool.pool import chunks_of, zip_sized
@@ -183,15 +184,20 @@ class _TaskDispatcher:
 
     def _begin(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         if self._initial is not None:
-            self._post(pool, rank, self._initial.payload(), None)
+            self._post(pool, rank, self._payload(pool, self._initial), None)
 
     def _send(self, pool: RankProcesses | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
-            payload = task.call.payload()
+            payload = self._payload(pool, task.call)
         except (MemoryError, OSError) as error:
             task.future.set_exception(error)
             return
         self._post(pool, rank, payload, task)
+
+    def _payload(self, pool: RankProcesses | RankWorkers, call: TaskSnapshot) -> Payload:
+        if isinstance(pool, RankProcesses):
+            pool.share(call.shared)
+        return call.payload()
 
     def _post(
         self,
@@ -259,6 +265,7 @@ class _TaskDispatcher:
         if not isinstance(error, Exception):
             task.future.set_exception(cause)
             return
+        note_module(error)
         error.add_note(f"raised on worker {rank} of {context.world_size}")
         error.__cause__ = cause
         task.future.set_exception(error)
@@ -329,7 +336,10 @@ class Executor(futures.Executor):
         self._size = check_start(call, fn, initargs, wanted, start_method)
         if as_integer(retries, "retries") < 0:
             raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
-        initial = None if initializer is None else TaskSnapshot(initializer, tuple(initargs), {})
+        self._names = CallNames()
+        initial = None
+        if initializer is not None:
+            initial = self._snapshot(initializer, tuple(initargs), {})
         if workers is not None and not workers.taken.acquire(timeout=_TAKE_S):
             raise UsageError(
                 "the ranks are the workers of another executor",
@@ -377,8 +387,8 @@ class Executor(futures.Executor):
         future: futures.Future[Any] = futures.Future()
         queue = self._queue
         try:
-            task = _QueuedTask(future, TaskSnapshot(fn, args, keywords))
-        except InvalidArgumentError as error:
+            task = _QueuedTask(future, self._snapshot(fn, args, keywords))
+        except UsageError as error:
             future.set_exception(error)
             return future
         with queue.lock:
@@ -389,6 +399,9 @@ class Executor(futures.Executor):
             queue.tasks.append(task)
             queue.wake()
         return future
+
+    def _snapshot(self, fn: Any, args: Any, keywords: dict[str, Any]) -> TaskSnapshot:
+        return TaskSnapshot(fn, args, keywords, self._names, self._workers is None)
 
     def map(
         self,

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.beyond.pool.processes import INTERRUPT_S, POLL_S, RankProcesses
-from unisono.beyond.pool.rank import CallAnswer, error_of, run_cell, run_each
+from unisono.beyond.pool.rank import (
+    CallAnswer,
+    RaisedError,
+    error_of,
+    run_cell,
+    run_each,
+    run_each_kept,
+)
 from unisono.core.base.deadline import Deadline
 from unisono.core.platform.posix import SIGKILL
 from unisono.errors import Context, InvalidArgumentError, WorkerFailedError
@@ -39,11 +46,24 @@ def result_of(rank: int, answer: CallAnswer) -> Any:
         ) from error
 
 
+def kept_error(number: int, raised: RaisedError) -> Exception:
+    """Return what a task of `map` has raised, with its traceback as the cause."""
+    error, cause = (
+        error_of(raised),
+        WorkerFailedError(f"task {number} raised an exception\n{raised.text}"),
+    )
+    if not isinstance(error, Exception):
+        return cause
+    error.add_note(f"raised in task {number}")
+    error.__cause__ = cause
+    return error
+
+
 def _name_of(task: RankCall) -> str:
     fn, args, _ = task
     if fn is run_cell:
         return "the cell"
-    fn = args[0] if fn is run_each else fn
+    fn = args[0] if fn in (run_each, run_each_kept) else fn
     return f"{getattr(fn, '__name__', None) or repr(fn)}()"
 
 

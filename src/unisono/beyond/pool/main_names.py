@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from unisono.beyond.pool.captured import operations
 from unisono.errors import UsageError
 from unisono.launcher.payload import OwnUnpickler
 
@@ -134,13 +135,5 @@ def _in_main(names: dict[str, Any]) -> dict[str, Any]:
     return _space() if names.get("__name__") == "__main__" else names
 
 
-def _names(code: CodeType, *operations: str) -> Iterator[str]:
-    """Yield the names that code, or code inside of it, uses in operations."""
-    import dis
-
-    for each in dis.get_instructions(code):
-        if each.opname in operations:
-            yield each.argval
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):  # where STORE_NAME is an attribute of a class
-            yield from _names(inner, *(each for each in operations if each != "STORE_NAME"))
+def _names(code: CodeType, *wanted: str) -> Iterator[str]:
+    return (name for operation, name in operations(code) if operation in wanted)

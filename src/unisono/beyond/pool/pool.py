@@ -13,11 +13,12 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from unisono.beyond.pool.captured import check_function, note_module
 from unisono.beyond.pool.display import display, progress_bar
-from unisono.beyond.pool.flight import Flight, RankCall
+from unisono.beyond.pool.flight import Flight, RankCall, kept_error
 from unisono.beyond.pool.memory import new_array
 from unisono.beyond.pool.processes import RankProcesses
-from unisono.beyond.pool.rank import run_cell, run_each
+from unisono.beyond.pool.rank import RaisedError, run_cell, run_each, run_each_kept
 from unisono.core.base.integers import as_integer
 from unisono.core.base.source.tracebacks import hide_own_frames
 from unisono.core.base.text import takes_own_keywords
@@ -41,6 +42,11 @@ _ARGUMENTS_OF_MAP = "map gives each task as one argument; starmap takes tuples o
 _ARGUMENTS_OF_RUN = (
     "run(f, x) calls f(x) on each rank: get_rank() is its rank, and run_each(f, parts) gives each "
     "rank a part"
+)
+
+_OTHER_RESULTS = (
+    "the results of other tasks are lost; map(f, tasks, return_exceptions=True) returns them, with "
+    "the exceptions of the rest"
 )
 
 _EXECUTOR = "unisono.Executor, which has futures"
@@ -85,6 +91,7 @@ class PoolRank:
         Raises:
             WorkerFailedError, Exception: See `Pool.run`.
         """
+        check_function(fn, "run")
         return self._pool._run({self.rank: (fn, args, keywords)})[self.rank]
 
     def __repr__(self) -> str:
@@ -102,8 +109,6 @@ class Pool:
         self._lost = ""
         self._replaced: dict[int, str] = {}  # how the processes before ended, by rank
         self._generations = itertools.count()
-        # Arrays that a result may refer to; None if no call is made.
-        self._held: list[Any] | None = None
         self._lock = threading.RLock()
         self._processes = RankProcesses(nprocs, start_method, with_group=True)
         try:
@@ -140,6 +145,13 @@ class Pool:
     def __repr__(self) -> str:
         state = "closed" if self._processes.is_closed else self._lost or "ready"
         return f"<unisono.pool of {self._size} ranks: {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "a pool cannot be pickled or copied: only the process that made it makes calls",
+            hint="a function on a rank reads what you made before: x = ranks.shared_array(3), "
+            "then ranks.run(f, x)",
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +196,7 @@ class Pool:
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
         """
+        check_function(fn, "run")
         results = self._run(dict.fromkeys(range(self._size), (fn, args, keywords)))
         return [results[rank] for rank in range(self._size)]
 
@@ -200,6 +213,7 @@ class Pool:
             InvalidArgumentError: There is not one part for each rank.
             WorkerFailedError, Exception: See `run`.
         """
+        check_function(fn, "run_each")
         each = list(parts)
         if len(each) != self._size:
             raise InvalidArgumentError(f"{self._size} ranks need as many parts, got {len(each)}")
@@ -212,6 +226,7 @@ class Pool:
         *tasks: Iterable[Any],
         chunksize: int = 1,
         progress: bool | None = None,
+        return_exceptions: bool = False,
     ) -> list[Any]:
         """Call `fn` with each task on whichever rank is free; return the results in order.
 
@@ -222,12 +237,23 @@ class Pool:
             chunksize: How many tasks a rank gets at once.
             progress: Whether to show a bar; without rich, or in a notebook without ipywidgets, a
                 line that counts. By default, on a terminal and in a notebook.
+            return_exceptions: Whether the result of a task that raises is the exception.
 
         Raises:
+            ArgumentTypeError: `fn` is no function, or there are no tasks to iterate over.
             InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
-        return self.starmap(fn, zip_sized(tasks), chunksize=chunksize, progress=progress)
+        if not tasks:
+            raise ArgumentTypeError("map takes tasks after the function: map(f, range(8))")
+        for each in tasks:
+            _check_iterable(each, "map", "map(f, range(8))")
+        return self.starmap(
+            *(fn, zip_sized(tasks)),
+            chunksize=chunksize,
+            progress=progress,
+            return_exceptions=return_exceptions,
+        )
 
     def starmap(
         self,
@@ -236,40 +262,48 @@ class Pool:
         *,
         chunksize: int = 1,
         progress: bool | None = None,
+        return_exceptions: bool = False,
     ) -> list[Any]:
         """Do as `map` does for arguments that are in tuples already."""
+        check_function(fn, "map")
+        _check_iterable(tasks, "starmap", "starmap(f, [(1, 2), (3, 4)])")
         size = as_integer(chunksize, "chunksize")
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
         chunks = chunks_of(iter(tasks), size)
+        make = run_each_kept if return_exceptions else run_each
         numbered: Iterator[tuple[int, RankCall]] = (
-            (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
+            (i * size, (make, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
         total = len(tasks) if isinstance(tasks, Sized) else None
         with progress_bar(total, progress) as advance:
             results = _Results(advance)
             self._work(lambda rank: next(numbered, None), results, "task")
-        return [each for number in sorted(results) for each in results[number]]
+        found = [each for number in sorted(results) for each in results[number]]
+        return [
+            kept_error(i, each) if isinstance(each, RaisedError) else each
+            for i, each in enumerate(found)
+        ]
 
     def shared_array(self, shape: int | Sequence[int], dtype: Any = float) -> np.ndarray[Any, Any]:
         """Return an array of zeros that this process and all ranks read and write.
 
-        As an argument or result of `run`, the array and its slices stay the same memory. Elsewhere,
-        as for another pool, a pickle copies it. The memory is freed with the last array in it.
+        In a call of a pool, or of an `Executor` with processes of its own, the array and its slices
+        stay the same memory. Elsewhere a pickle copies it. The memory is freed with the last array
+        in it.
 
             x = ranks.shared_array((4, 1000))
             ranks.run(fill_own_row, x)             # x has the rows now
 
         Raises:
-            ArgumentTypeError: The shape is an array.
-            InvalidArgumentError: The dtype holds objects.
+            ArgumentTypeError: The shape is no int or sequence of ints, or the dtype is none.
+            InvalidArgumentError: A size is negative, or the dtype holds objects.
+            MemoryError: This host has less memory.
         """
         self._check()
         region, array = new_array(shape, dtype)
         with self._lock:
             self._processes.attach(region)
-            if self._held is not None:
-                self._held.append(region.base())
         return array
 
     def cell(self, source: str) -> None:
@@ -337,19 +371,20 @@ class Pool:
         """
         with self._lock:
             self._check()
-            if self._held is not None:
+            if self._processes.held is not None:
                 raise UsageError(
                     "the pool is making a call, so it can make no other",
                     hint="an iterable of `map` calls the pool: make a list of it before",
                 )
             flight = Flight(self._processes, results, name)
-            self._held = [region.base() for region in list(self._processes.regions.values())]
+            regions = list(self._processes.regions.values())
+            self._processes.held = [region.base() for region in regions]
             try:
                 self._processes.drop_regions()
                 with flight.interrupts():
                     self._fly(flight, next_task)
             finally:
-                self._held = None
+                self._processes.held = None
                 found, self._processes.shown = self._processes.shown, {}
             for rank, objects in sorted(found.items()):
                 display(rank, objects)
@@ -391,8 +426,11 @@ class Pool:
 
     def _note_reasons(self, name: str, error: BaseException, ended: dict[int, str]) -> None:
         """Note in an error what a call lacks, the ranks that ended, and the pool's state."""
+        note_module(error)
         if isinstance(error, NameError):
             self._note_name(error)
+        if name and isinstance(error.__cause__, WorkerFailedError):
+            error.add_note(_OTHER_RESULTS)
         if isinstance(error, TypeError) and re.search(r"missing \d+ required pos", str(error)):
             error.add_note(_ARGUMENTS_OF_MAP if name else _ARGUMENTS_OF_RUN)
         for end in ended.values():
@@ -421,6 +459,11 @@ def _checked_size(nprocs: int | None, start_method: str) -> int:
     hide_own_frames()
     wanted = len(allowed_cpus()) if nprocs is None else nprocs
     return check_start("pool(nprocs)", print, (), wanted, start_method)
+
+
+def _check_iterable(tasks: Any, call: str, example: str) -> None:
+    if not np.iterable(tasks):
+        raise ArgumentTypeError(f"{call} takes an iterable of tasks, got {tasks!r}", hint=example)
 
 
 def zip_sized(iterables: Sequence[Iterable[Any]]) -> Iterable[Sequence[Any]]:

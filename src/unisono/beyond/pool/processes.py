@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, reduction
 from typing import Any, Self
 
+from unisono.beyond.pool.captured import CallNames
 from unisono.beyond.pool.display import Shown
 from unisono.beyond.pool.memory import Region, dumps_with
 from unisono.beyond.pool.output import RankOutput
@@ -38,6 +39,7 @@ class RankProcesses:
     Attributes:
         numbers: Of messages, and of cells.
         regions: Memory that the processes share with this one, by key.
+        held: Arrays that a result of the call may refer to; None if no call is made.
         output: What they print.
         watch: What they do.
         shown: What their calls want to show, by rank.
@@ -49,6 +51,8 @@ class RankProcesses:
         # The number of the message that each rank answers next. Answers to others are dropped.
         self._awaited: dict[int, int] = {}
         self.regions: dict[str, Region] = {}
+        self.held: list[Any] | None = None
+        self._names = CallNames()
         self.output = RankOutput()
         self.watch = RankWatch()
         self.shown: dict[int, list[Shown]] = {}
@@ -120,8 +124,17 @@ class RankProcesses:
     def attach(self, region: Region) -> None:
         """Share memory with all ranks."""
         self.regions[region.key] = region
+        if self.held is not None:
+            self.held.append(region.base())
         for rank in range(self.size):
             self.tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
+
+    def share(self, regions: Sequence[Region]) -> None:
+        """Share the memory of a call that comes next."""
+        self.drop_regions()
+        for region in regions:
+            if region.key not in self.regions:
+                self.attach(region)
 
     def drop_regions(self) -> None:
         """Let memory go that this process no longer uses."""
@@ -161,7 +174,7 @@ class RankProcesses:
 
     def dumps_of(self, module: Any) -> Callable[..., Any]:
         """Return the `dumps` of pickle or cloudpickle that refers to the shared arrays."""
-        return dumps_with(self.regions, module)
+        return dumps_with(self.regions, module, self.attach, self._names.check)
 
     def post(self, rank: int, payload: Payload) -> None:
         """Send a call to a rank that is free."""

@@ -17,6 +17,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from unisono.beyond.pool.display import Shown, show, show_figures, take_displayed
 from unisono.beyond.pool.main_names import (
     end_call,
@@ -27,7 +29,7 @@ from unisono.beyond.pool.main_names import (
 )
 from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
 from unisono.beyond.pool.watch import answer_on_thread, open_backends
-from unisono.core.base.source.tracebacks import trimmed
+from unisono.core.base.source.tracebacks import is_own, trimmed
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
 from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
@@ -90,6 +92,7 @@ class _Rank:
             os.environ["MPLBACKEND"] = "agg"
             vars(builtins).setdefault("display", show)
         signal.signal(signal.SIGINT, self._interrupt)
+        np.random.seed()  # forked ranks would draw the same numbers; Python seeds `random` anew
         note_start()
 
     def _interrupt(self, signum: int, frame: object) -> None:
@@ -233,6 +236,17 @@ def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
     return [fn(*args) for args in tasks]
 
 
+def run_each_kept(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
+    """Return the results of several calls; in place of one that raised, its RaisedError."""
+    found: list[Any] = []
+    for args in tasks:
+        try:
+            found.append(fn(*args))
+        except Exception as error:
+            found.append(raised_by(error, __file__))
+    return found
+
+
 def run_cell(source: str, number: int) -> None:
     """Run the source of a cell in the main module.
 
@@ -268,12 +282,18 @@ def raised_by(error: BaseException, above: str) -> RaisedError:
     """Return what a call has raised, without the first frames, of the file `above`."""
     with trimmed(error):
         below = error.__traceback__
-        while below is not None and below.tb_frame.f_code.co_filename == above:
+        while below is not None and _is_above(below.tb_frame.f_code.co_filename, above):
             below = below.tb_next
-        if not isinstance(error, SyntaxError):  # whose text has the line
+        # The text of the one has the line, and that of the other the module.
+        if not isinstance(error, (SyntaxError, ImportError)):
             below = below or error.__traceback__
         lines = traceback.format_exception(type(error), error, below)
     return RaisedError(pickled_error(error), "".join(lines).rstrip())
+
+
+def _is_above(file: str, above: str) -> bool:
+    # The frames between are of the unpickler.
+    return file == above or is_own(file) or "cloudpickle" in file
 
 
 def error_of(raised: RaisedError) -> BaseException | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.beyond.pool.memory import dumps_with
+from unisono.beyond.pool.captured import CallNames
+from unisono.beyond.pool.memory import Region, dumps_with
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 
@@ -32,17 +33,32 @@ class TaskSnapshot:
         fn: The function.
         args: Its arguments.
         keywords: Its keyword arguments.
+        names: What earlier calls have named.
+        is_local: Whether the worker is a process of this host, which can have shared arrays.
+
+    Attributes:
+        shared: The memory of arrays that the task shares with this process.
 
     Raises:
         InvalidArgumentError: They cannot be pickled.
+        UsageError: See `CallNames`.
     """
 
-    def __init__(self, fn: Any, args: Any, keywords: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Any, args: Any, keywords: dict[str, Any], names: CallNames, is_local: bool
+    ) -> None:
         task = fn, args, keywords
         self._buffers: list[Any] = []
-        with pickling(task, "the function or its arguments", partial(dumps_with, {})) as dumps:
+        self.shared: list[Region] = []
+        self._held: list[Any] = []
+        how = partial(dumps_with, {}, share=self._share if is_local else None, check=names.check)
+        with pickling(task, "the function or its arguments", how) as dumps:
             # The buffers stay out of the pickle, because `_copy` returns None.
             self._stream = bytes(dumps(task, protocol=5, buffer_callback=self._copy))
+
+    def _share(self, region: Region) -> None:
+        self.shared.append(region)
+        self._held.append(region.base())
 
     def _copy(self, buffer: Any) -> None:
         view = buffer.raw()
