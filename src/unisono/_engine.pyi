@@ -182,9 +182,7 @@ class Recorder:
         """Return the bytes of the totals by kind."""
 
     def waited(self) -> list[int]:
-        """
-        Return the ticks that this rank has waited for each rank, with the wait that goes on.
-        """
+        """Return the ticks that this rank has waited for each rank, up to now."""
 
     @property
     def waiting_for(self) -> int:

@@ -111,7 +111,7 @@ class Recorder:
         return self._totals.tobytes()
 
     def waited(self) -> list[int]:
-        """Return the ticks that this rank has waited for each rank, with the wait that goes on."""
+        """Return the ticks that this rank has waited for each rank, up to now."""
         waited, rank = list(self._by_rank), self.waiting_for
         if rank >= 0:
             waited[rank] += time.monotonic_ns() - self._wait_begun

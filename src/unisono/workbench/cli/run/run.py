@@ -150,11 +150,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe_hosts(hosts, options) if hosts else describe(spec))
         return 0
-    if spec.is_single_node and not options.standalone and not hosts:
-        _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
-    if spec.is_single_node and len(commands) == 1 and not spec.limits.max_restarts and not hosts:
-        _warn_of_late_flag(*options.command)
+    if not hosts:
+        _warn_of_flags(spec, options)
     stats = prepare_stats() if options.stats and not hosts else ""
     descendants = fork_launcher(spec.signals)
     follow()
@@ -180,6 +178,13 @@ def _run(options: argparse.Namespace) -> int:
         # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+def _warn_of_flags(spec: LaunchSpec, options: argparse.Namespace) -> None:
+    if spec.is_single_node and not options.standalone:
+        _warn_of_other_launcher()
+    if spec.is_single_node and len(spec.commands) == 1 and not spec.limits.max_restarts:
+        _warn_of_late_flag(*options.command)
 
 
 def _prepare_examination(agent: Agent, options: argparse.Namespace, nprocs: int) -> None:
