@@ -306,7 +306,9 @@ def test_ranks_with_other_schedules_of_one_name_are_told(rank, how):
     else:
         register_schedule(ring(p, shift))
     x = np.arange(6.0)
-    with pytest.raises(CollectiveMismatchError, match=r"algorithm=own, schedule=\w+\); rank"):
+    with pytest.raises(
+        CollectiveMismatchError, match=r"algorithm=own, schedule=\w+\) at \S+; rank"
+    ):
         dist.all_reduce(x, algorithm="own")
     assert x.tolist() == list(range(6))
     register_algorithm("all_reduce", "one", lambda p: ring(p, 2))
