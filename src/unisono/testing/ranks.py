@@ -169,9 +169,10 @@ def _body(
 def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     store = HashStore()
     outcomes: list[_RankResult | None] = [None] * world_size
+    worlds = [World() for _ in range(world_size)]
 
     def rank_thread(rank: int) -> None:
-        with use(World()):
+        with use(worlds[rank]):
             outcomes[rank] = _body(rank, call, world_size, store)
 
     # Each thread gets a copy of the caller's context, so that settings (NumPy's errstate) hold.
@@ -187,6 +188,11 @@ def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     hint, process_world.hint = process_world.hint, _THREAD_HINT
     try:
         return _joined(threads, outcomes, call, world_size)
+    except BaseException as error:
+        # Ctrl-C. The end of the process would wait for the calls of these threads.
+        for group in [group for world in worlds for group in world.groups.copy().values()]:
+            group.abort(type(error).__name__)
+        raise
     finally:
         process_world.hint = hint
 

@@ -38,6 +38,19 @@ def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
     assert done.stdout.count("done") == ranks
 
 
+def test_the_first_failure_is_no_error_of_mpi(tmp_path: Path) -> None:
+    """An error of MPI that reports the end of another rank comes second, and once."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from unisono import MPI\nc = MPI.COMM_WORLD\n"
+        "if c.rank == 1:\n    raise ValueError('bad data')\nc.Barrier()\n"
+    )
+    done = run(2, str(program))
+    assert "first failure: rank 1" in done.stderr
+    assert "unisono.MPI.Exception: MPI_ERR_PROC_ABORTED: barrier #1" in done.stderr
+    assert "The above exception was the direct cause" not in done.stderr
+
+
 def test_synchronous_messages_keep_their_order() -> None:
     """Of arrays and objects, from several threads, and beside other messages."""
     done = run(2, str(PROGRAM.with_name("order_program.py")), "7")

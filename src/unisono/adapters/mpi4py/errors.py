@@ -159,7 +159,9 @@ def exception_of(error: BaseException) -> BaseException:
     if not isinstance(error, (UnisonoError, MemoryError)) or isinstance(error, NotImplementedError):
         return error
     name = next((name for kind, name in _CLASSES.items() if isinstance(error, kind)), "ERR_OTHER")
-    made = Exception(ERRORS[name], f"MPI_{name}: {error}")
+    # The launcher knows by the class or by this name whether another rank's end is the reason.
+    kind = f"{type(error).__name__}: " if name == "ERR_OTHER" else ""
+    made = Exception(ERRORS[name], f"MPI_{name}: {kind}{error}")
     made.__cause__ = error
     return made
 
