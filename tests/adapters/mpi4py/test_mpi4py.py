@@ -51,6 +51,20 @@ def test_the_first_failure_is_no_error_of_mpi(tmp_path: Path) -> None:
     assert "The above exception was the direct cause" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["absent.py"], f"script not found: absent.py (in {os.getcwd()})\n"),
+        (["-m", "absent.part"], "no module named absent\n"),
+    ],
+)
+def test_a_program_that_is_absent_is_named(words: list[str], text: str) -> None:
+    """Without a traceback of runpy."""
+    command = [sys.executable, "-m", "unisono.mpi4py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, text)
+
+
 def test_synchronous_messages_keep_their_order() -> None:
     """Of arrays and objects, from several threads, and beside other messages."""
     done = run(2, str(PROGRAM.with_name("order_program.py")), "7")
