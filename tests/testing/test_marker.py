@@ -168,9 +168,12 @@ def test_a_wrong_marker_is_an_error_of_its_test_alone(project):
 
 
 def test_the_options_are_those_of_run():
+    known = inspect.signature(run, eval_str=True).parameters
     assert {"args", "ranks", "engine", *plugin._OPTIONS} == {
-        name for name, each in inspect.signature(run).parameters.items() if each.kind == 3
+        name for name, each in known.items() if each.kind == 3
     }
+    of_fixture = inspect.signature(plugin.RunOnRanks.__call__, eval_str=True).parameters
+    assert [*of_fixture.values()][1:] == [each for each in known.values() if each.name != "ranks"]
 
 
 def test_a_coroutine_runs_on_every_rank(project):

@@ -10,7 +10,12 @@ import pytest
 
 import unisono as dist
 from tests.support.programs import python
-from unisono.errors import CollectiveAbortedError, InvalidArgumentError, LaunchError
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveAbortedError,
+    InvalidArgumentError,
+    LaunchError,
+)
 from unisono.testing import run
 
 # Each rank imports its module of tests, and hence pytest, unless the server has done that.
@@ -326,6 +331,15 @@ def test_threads_that_go_on_after_a_failure_are_left(monkeypatch):
     assert caught.value.hint is not None
     assert "a thread cannot be ended" in caught.value.hint
     assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
+
+
+def test_arguments_in_the_wrong_order_are_named(world):
+    with pytest.raises(ArgumentTypeError, match=r"run\(fn, world_size\): fn must be .*, got 2"):
+        world(2, lambda rank: rank)
+    for size in (0, 2.0, [2]):
+        text = f"world_size must be a number of ranks, got {size!r}"
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
+            world(lambda rank: rank, size)
 
 
 def test_ctrl_c_ends_the_calls_of_threads():

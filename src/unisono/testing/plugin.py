@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import pytest
 
@@ -41,8 +41,25 @@ class _TestWorld(NamedTuple):
         return "-".join(str(part) for part in self if part is not None)
 
 
+class RunOnRanks(Protocol):
+    """The type of the fixture `world`."""
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *,
+        args: Sequence[Any] = (),
+        timeout: float = 60.0,
+        transport: str | None = None,
+        engine: str | None = None,
+        dead: Collection[int] = (),
+    ) -> list[Any]:
+        """Call `unisono.testing.run` for one kind of ranks."""
+
+
 @pytest.fixture(params=["threads", "processes"])
-def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+def world(request: pytest.FixtureRequest) -> RunOnRanks:
     """Return `unisono.testing.run` for one kind of ranks; the test runs once for each kind.
 
     def test_sum(world):

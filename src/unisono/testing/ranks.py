@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from unisono.core.backends import CPUOptions
@@ -27,7 +28,13 @@ from unisono.core.base.text import name_ranks, shown
 from unisono.core.c10d.lifecycle import init_process_group
 from unisono.core.groups.world import World, current, process_world, use
 from unisono.core.stores import HashStore, Store
-from unisono.errors import InvalidArgumentError, LaunchError, UnisonoError, WorkerFailedError
+from unisono.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    LaunchError,
+    UnisonoError,
+    WorkerFailedError,
+)
 from unisono.launcher import SpawnContext
 from unisono.launcher.launch import pickling
 from unisono.testing.modules import Modules
@@ -107,10 +114,18 @@ def run(
     Raises:
         Exception: That of the rank that failed first. Its cause has the tracebacks of all ranks
             that failed. Errors that report only the failure of another rank do not count.
-        InvalidArgumentError: The function or an argument cannot be sent to processes; names it.
+        ArgumentTypeError: `fn` is no function.
+        InvalidArgumentError: `world_size` is no number of ranks; or the function or an argument
+            cannot be sent to processes: the text names it.
         LaunchError: A rank did not end, or a rank died. The text names the rank, and its line or
             the cause.
     """
+    if not callable(fn):
+        raise ArgumentTypeError(f"run(fn, world_size): fn must be a function, got {fn!r}")
+    if not isinstance(world_size, Integral) or world_size < 1:
+        raise InvalidArgumentError(
+            f"run(fn, world_size): world_size must be a number of ranks, got {world_size!r}"
+        )
     call = _RankedCall(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
         outcomes, end = _run_threads(call, world_size)
