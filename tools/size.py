@@ -33,7 +33,7 @@ SHELVES = {
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_060,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
-    "testing": 1_990,  # 1,850, outcomes and asserts of processes, ranks that left, the type of world
+    "testing": 1_990,  # 1,850, outcomes and asserts of processes, ranks that returned
     "workbench": 11_990,  # 8,290, replay, synthesize, one hand for the flags, peers that take turns
     "": 1_120,  # the public modules, and the module paths of torch.distributed
 }
