@@ -15,6 +15,7 @@ import pytest
 
 import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
+from unisono import MPI, testing
 from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
 from unisono.adapters.mpi4py.requests import Ongoing, Request
@@ -49,6 +50,26 @@ def test_the_first_failure_is_no_error_of_mpi(tmp_path: Path) -> None:
     assert "first failure: rank 1" in done.stderr
     assert "unisono.MPI.Exception: MPI_ERR_PROC_ABORTED: barrier #1" in done.stderr
     assert "The above exception was the direct cause" not in done.stderr
+
+
+def differs(rank: int) -> str:
+    """Make different calls; return the error's text."""
+    comm = MPI.COMM_WORLD
+    try:
+        if rank == 0:
+            comm.allreduce(1)
+        else:
+            comm.bcast([1], 0)
+    except MPI.Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_mismatch_names_the_calls_of_the_program() -> None:
+    """And then the calls of unisono that they are made of."""
+    texts = testing.run(differs, 2)
+    assert texts[0].startswith("MPI_ERR_TRUNCATE: in allreduce: all_gather_into_tensor #1 in")
+    assert texts[1].startswith("MPI_ERR_TRUNCATE: in bcast: broadcast_object_list[1] #1 in")
 
 
 @pytest.mark.parametrize(
