@@ -120,12 +120,7 @@ def run(
         LaunchError: A rank did not end, or a rank died. The text names the rank, and its line or
             the cause.
     """
-    if not callable(fn):
-        raise ArgumentTypeError(f"run(fn, world_size): fn must be a function, got {fn!r}")
-    if not isinstance(world_size, Integral) or world_size < 1:
-        raise InvalidArgumentError(
-            f"run(fn, world_size): world_size must be a number of ranks, got {world_size!r}"
-        )
+    _check_call(fn, world_size)
     call = _RankedCall(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
         outcomes, end = _run_threads(call, world_size)
@@ -151,6 +146,15 @@ def run(
         if outcome is None and rank not in dead:
             raise LaunchError(f"rank {rank} of {world_size} ended without a result")
     return [None if outcome is None else outcome.result for outcome in outcomes]
+
+
+def _check_call(fn: Any, world_size: Any) -> None:
+    if not callable(fn):
+        raise ArgumentTypeError(f"run(fn, world_size): fn must be a function, got {fn!r}")
+    if not isinstance(world_size, Integral) or world_size < 1:
+        raise InvalidArgumentError(
+            f"run(fn, world_size): world_size must be a number of ranks, got {world_size!r}"
+        )
 
 
 def _returned(outcomes: list[_RankResult | None]) -> list[int]:
