@@ -33,7 +33,7 @@ SHELVES = {
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_270,  # 2,120, windows, ranks that stay, what calls may name, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
-    "testing": 1_930,  # 1,850, and outcomes and asserts of processes
+    "testing": 1_990,  # 1,850, outcomes and asserts of processes, ranks that returned
     "workbench": 12_300,  # 8,290, replay, synthesize, one hand for the flags, turns, measurements
     "": 1_120,  # the public modules, and the module paths of torch.distributed
 }

@@ -100,7 +100,7 @@ _HOMES = {
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
     "beyond.preemption": "should_stop",
     "core.operations.work": "Future Work collect_all wait_all wait_any",
-    "core.groups.world": "GroupMember group",
+    "core.groups.world": "Group GroupMember group",
     "core.rendezvous": "register_rendezvous_handler rendezvous",
     "core.transports.messages": "ANY_TAG MessageInfo PROC_NULL",
     "beyond.windows.names": (

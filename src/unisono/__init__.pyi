@@ -138,6 +138,7 @@ from unisono.core.c10d.reconfigure_by_handles import _supports_reconfigure as _s
 from unisono.core.engines.choice import EngineInfo as EngineInfo
 from unisono.core.engines.choice import engine_info as engine_info
 from unisono.core.groups.process_group import ProcessGroup as ProcessGroup
+from unisono.core.groups.world import Group as Group
 from unisono.core.groups.world import GroupMember as GroupMember
 from unisono.core.groups.world import group as group
 from unisono.core.operations.c10d_methods import AllToAllOptions as AllToAllOptions
@@ -219,6 +220,7 @@ __all__ = [
     "FlightRecorderHook",
     "Future",
     "GatherOptions",
+    "Group",
     "GroupMember",
     "GroupName",
     "GroupStats",

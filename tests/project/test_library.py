@@ -22,6 +22,10 @@ if "hidden" in sys.argv:
     sys.modules["unisono"] = None
 from means import mean
 
+if "mpi" in sys.argv:
+    from unisono import MPI
+if "COMM_WORLD" in sys.argv:
+    MPI.COMM_WORLD.rank
 if "init" in sys.argv:
     import unisono
     unisono.init_process_group()
@@ -52,7 +56,7 @@ def test_one_process_computes_alone(page, words):
     assert python("use.py", *words, cwd=page, check=True).stdout == "5.5\n"
 
 
-@pytest.mark.parametrize("words", [["init"], ["init", "world"]], ids=str)
+@pytest.mark.parametrize("words", [["init"], ["init", "world"], ["mpi", "COMM_WORLD"]], ids=str)
 def test_ranks_compute_together(page, words):
     done = python("-m", "unisono", "run", "-n", "2", "use.py", *words, cwd=page, check=True)
     assert done.stdout == "5.5\n5.5\n"
@@ -64,6 +68,12 @@ def test_without_a_group_no_rank_computes_alone(page, words):
     assert done.returncode == 1
     assert done.stdout == ""
     assert "NotInitializedError: the default process group has not been init" in done.stderr
+
+
+def test_with_unisono_mpi_the_error_names_the_remedy(page):
+    done = python("-m", "unisono", "run", "-n", "2", "use.py", "mpi", cwd=page)
+    assert done.returncode == 1
+    assert "hint: unisono.MPI makes it at the first use of COMM_WORLD, such as" in done.stderr
 
 
 def test_a_rank_outside_the_group_does_not_compute(page):

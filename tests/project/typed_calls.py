@@ -166,6 +166,10 @@ def of_mpi(comm: MPI.Comm, status: MPI.Status) -> int:
     return comm.rank + comm.Get_size()
 
 
+def of_library(group: dist.Group = None) -> dist.ProcessGroup | None:
+    return dist.find_group(group)
+
+
 def of_groups() -> None:
     assert_type(dist.new_group(), dist.ProcessGroup)
     dist.new_group([0, 1]).all_reduce(x)
@@ -173,5 +177,10 @@ def of_groups() -> None:
     dist.new_group().all_reduces(x)  # wrong
     dist.GroupMember.NON_GROUP_MEMBER.all_reduce(x)  # wrong
     assert_type(dist.find_group(pg), dist.ProcessGroup | None)
+    of_library(pg)
+    of_library(MPI.COMM_WORLD)
+    of_library(dist.GroupMember.NON_GROUP_MEMBER)
+    of_library(1)  # wrong
+    dist.all_reduce(x, group=0)  # wrong
     dist.errors.UnisonoError("text")
     dist.all_reduce(x, dist.ReduceOp.MEAN)  # wrong

@@ -9,7 +9,7 @@ import pytest
 from tests.support.programs import python
 from unisono.testing import plugin, run
 
-# Marker -> the error at collection.
+# Marker -> the error at the setup of the test.
 WRONG = {
     "ranks": "ranks needs sizes, such as ranks(2)",
     "ranks()": "ranks needs sizes, such as ranks(2)",
@@ -95,6 +95,17 @@ FIXTURES = """
         assert reader.read()
 """
 
+RETURNS = """
+    import numpy as np
+    import pytest
+    import unisono as dist
+
+    @pytest.mark.ranks(3, kind="both")
+    def test_returns(rank):
+        if rank != 1:
+            dist.all_reduce(np.ones(2))
+"""
+
 THREADS = """
     import contextvars
     import numpy as np
@@ -124,37 +135,45 @@ def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     for at, marker in enumerate(WRONG):
         (root / f"test_wrong_{at}.py").write_text(BODY.format(marker))
-    no_argument = BODY.format("ranks(2)").replace("(rank)", "()")
-    (root / "test_no_argument.py").write_text(no_argument)
+    no_argument = BODY.format("ranks(2)").replace("it(rank)", "has_no_argument()")
+    no_marker = "\n\ndef test_has_no_marker(rank):\n    pass\n"
+    (root / "test_no_argument.py").write_text(no_argument + no_marker)
     files = {"coroutines": COROUTINES, "stuck": STUCK, "outcomes": OUTCOMES, "fixtures": FIXTURES}
-    files["threads"] = THREADS
+    files |= {"threads": THREADS, "returns": RETURNS}
     for name, text in files.items():
         (root / f"test_{name}.py").write_text(textwrap.dedent(text))
-    words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q", "-rsx"]
+    words = ["--rootdir", root, root, "-q", "-rsx"]
     done = python("-m", "pytest", *words, "-p", "no:cacheprovider", cwd=root, limit_s=200.0)
     return done.stdout.replace(str(root), "ROOT")
 
 
 def test_the_marker_names_the_argument(project):
-    text = "test_no_argument.py::test_it: the marker ranks calls the test with its rank: add the "
-    assert f"{text}argument rank\n" in project
+    text = "the marker ranks calls the test with its rank: add the argument rank\n"
+    assert text in project.split("_ ERROR at setup of test_has_no_argument _")[1]
+
+
+def test_the_argument_names_the_marker(project):
+    text = project.split("_ ERROR at setup of test_has_no_marker _")[1]
+    assert "E       fixture 'rank' not found: the marker pytest.mark.ranks gives it\n" in text
 
 
 def text_of(project, test):
     return re.split(rf"^_+ {re.escape(test)} _+\n", project, flags=re.MULTILINE)[1]
 
 
-def test_a_wrong_marker_is_an_error_at_collection(project):
-    for at, text in enumerate(WRONG.values()):
-        error = project.split(f"ERROR collecting test_wrong_{at}.py _")[1].splitlines()[1]
-        assert error == f"test_wrong_{at}.py::test_it: {text}"
-    assert re.search(rf"\b{len(WRONG) + 1} errors\b", project)
+def test_a_wrong_marker_is_an_error_of_its_test_alone(project):
+    found = re.findall(r"^_+ ERROR at setup of test_it\S* _+\n(.*)$", project, re.MULTILINE)
+    assert found == list(WRONG.values())
+    assert re.search(rf"\b{len(WRONG) + 2} errors\b", project)
 
 
 def test_the_options_are_those_of_run():
+    known = inspect.signature(run, eval_str=True).parameters
     assert {"args", "ranks", "engine", *plugin._OPTIONS} == {
-        name for name, each in inspect.signature(run).parameters.items() if each.kind == 3
+        name for name, each in known.items() if each.kind == 3
     }
+    of_fixture = inspect.signature(plugin.RunOnRanks.__call__, eval_str=True).parameters
+    assert [*of_fixture.values()][1:] == [each for each in known.values() if each.name != "ranks"]
 
 
 def test_a_coroutine_runs_on_every_rank(project):
@@ -171,6 +190,8 @@ def test_outcomes_of_pytest_reach_it(project):
     for reason in ("no luck", "could not import 'module_that_is_absent'"):
         skips = re.findall(rf"^SKIPPED \[(.)\] .*: {reason}", project, re.MULTILINE)
         assert sum(map(int, skips)) == 2
+    for line in (8, 13):  # of both kinds
+        assert f"SKIPPED [2] test_outcomes.py:{line}: " in project
     for kind in ("threads", "processes"):
         assert f"XFAIL test_outcomes.py::test_is_known[2-{kind}] - known" in project
         text = text_of(project, f"test_is_told[2-{kind}]")
@@ -186,6 +207,12 @@ def test_ranks_that_stand_still_are_named_with_their_lines(project):
             f"in test_waits (test_stuck.py:8)\n  {line}\n    threading.Event().wait(60)\n"
         )
         assert "hint: a test that needs more time sets timeout=" in text
+
+
+def test_a_rank_that_returned_early_is_no_fault_of_the_network(project):
+    for kind in ("threads", "processes"):
+        text = text_of(project, f"test_returns[3-{kind}]")
+        assert text.startswith("rank 1 of 3 returned before this call\n\nrank ")
 
 
 def test_a_thread_that_is_no_rank_is_not_a_world_of_one(project):

@@ -1,14 +1,21 @@
 """`unisono.testing.run` in another project: modules found by file, texts of failures."""
 
 import re
+import signal
 import sys
 import textwrap
 import threading
 
 import pytest
 
+import unisono as dist
 from tests.support.programs import python
-from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveAbortedError,
+    InvalidArgumentError,
+    LaunchError,
+)
 from unisono.testing import run
 
 # Each rank imports its module of tests, and hence pytest, unless the server has done that.
@@ -324,6 +331,39 @@ def test_threads_that_go_on_after_a_failure_are_left(monkeypatch):
     assert caught.value.hint is not None
     assert "a thread cannot be ended" in caught.value.hint
     assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
+
+
+def test_arguments_in_the_wrong_order_are_named(world):
+    with pytest.raises(ArgumentTypeError, match=r"run\(fn, world_size\): fn must be .*, got 2"):
+        world(2, lambda rank: rank)
+    for size in (0, 2.0, [2]):
+        text = f"world_size must be a number of ranks, got {size!r}"
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
+            world(lambda rank: rank, size)
+
+
+def test_ctrl_c_ends_the_calls_of_threads():
+    released, seen, ended = threading.Event(), [], threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            signal.raise_signal(signal.SIGINT)  # Python handles it in the main thread
+            released.wait()
+            return
+        try:
+            dist.barrier()
+        except Exception as error:
+            seen.append(error)
+        ended.set()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(body, 2, timeout=600.0)
+        assert ended.wait(60.0)
+    finally:
+        released.set()
+    assert type(seen[0]) is CollectiveAbortedError
+    assert "KeyboardInterrupt on rank" in str(seen[0])
 
 
 def test_a_function_defined_in_the_test_runs_in_processes(monkeypatch):

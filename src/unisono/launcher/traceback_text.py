@@ -34,7 +34,10 @@ _CALLBACK = "RuntimeError: Got the following error when running the callback: "
 # Gloo raises a plain RuntimeError when a peer has closed its connection.
 _CLOSED = r"(Connection closed by peer|Connection reset by peer|Broken pipe)"
 
-_WRAPPED = re.compile(rf"({_CALLBACK})?(\w+\.)*{_PEERS}\b|.*gloo/.*{_CLOSED}")
+# unisono.MPI's error names the class of MPI, and the other class only where that says nothing.
+_MPI = rf"Exception: MPI_ERR_(PROC_ABORTED|PROC_FAILED|OTHER: {_PEERS})"
+
+_WRAPPED = re.compile(rf"({_CALLBACK})?(\w+\.)*({_PEERS}|{_MPI})\b|.*gloo/.*{_CLOSED}")
 """The line of an exception that reports the end of a peer, at any place of a chain of exceptions.
 
 torch's DDP turns an error of a call into the text of a RuntimeError.

@@ -1,7 +1,8 @@
 """The third public tier: run code on several ranks in one test, and check implementations.
 
 `run` calls a function on every rank, as threads or as processes. Every store, transport and engine
-must pass its `check_*` suite. The suites need no pytest.
+must pass its `check_*` suite. The suites need no pytest;
+`RunOnRanks` does.
 """
 
 from importlib import import_module
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.testing.engine_suite import check_engine
+    from unisono.testing.plugin import RunOnRanks
     from unisono.testing.ranks import run
     from unisono.testing.store_suite import check_store
     from unisono.testing.transport_suite import check_transport, check_vanishing
 
-__all__ = ["check_engine", "check_store", "check_transport", "check_vanishing", "run"]
+__all__ = ["RunOnRanks", "check_engine", "check_store", "check_transport", "check_vanishing", "run"]
 
 _HOMES = {
+    "RunOnRanks": "plugin",
     "check_engine": "engine_suite",
     "check_store": "store_suite",
     "check_transport": "transport_suite",

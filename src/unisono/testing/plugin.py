@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import pytest
 
@@ -41,8 +41,25 @@ class _TestWorld(NamedTuple):
         return "-".join(str(part) for part in self if part is not None)
 
 
+class RunOnRanks(Protocol):
+    """The type of the fixture `world`."""
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *,
+        args: Sequence[Any] = (),
+        timeout: float = 60.0,
+        transport: str | None = None,
+        engine: str | None = None,
+        dead: Collection[int] = (),
+    ) -> list[Any]:
+        """Call `unisono.testing.run` for one kind of ranks."""
+
+
 @pytest.fixture(params=["threads", "processes"])
-def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+def world(request: pytest.FixtureRequest) -> RunOnRanks:
     """Return `unisono.testing.run` for one kind of ranks; the test runs once for each kind.
 
     def test_sum(world):
@@ -61,13 +78,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of each size, kind and engine that the marker asks for."""
     mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is not None:
-        if (wrong := _wrong(mark)) is not None:
-            pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
-        if "rank" not in metafunc.fixturenames:
-            text = "the marker ranks calls the test with its rank: add the argument rank"
-            pytest.fail(f"{metafunc.definition.nodeid}: {text}", pytrace=False)
-        metafunc.parametrize("rank", list(_worlds(mark)), ids=str)
+    if mark is not None and "rank" in metafunc.fixturenames:
+        metafunc.parametrize("rank", [None] if _wrong(mark) else list(_worlds(mark)), ids=str)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a test with a wrong marker; an error at collection would stop all other tests."""
+    mark = item.get_closest_marker("ranks")
+    if mark is None or not isinstance(item, pytest.Function):
+        return
+    if (wrong := _wrong(mark)) is not None:
+        pytest.fail(wrong, pytrace=False)
+    if "rank" not in item.fixturenames:
+        text = "the marker ranks calls the test with its rank: add the argument rank"
+        pytest.fail(text, pytrace=False)
 
 
 def _wrong(mark: pytest.Mark) -> str | None:
@@ -127,11 +152,17 @@ def pytest_runtest_makereport(
     The traceback of an error of unisono ends in the line of the test.
     """
     excinfo = call.excinfo
-    with trimmed(excinfo and excinfo.value):
+    error = excinfo and excinfo.value
+    if isinstance(error, pytest.FixtureLookupError) and error.argname == "rank":
+        error.msg = error.msg or "fixture 'rank' not found: the marker pytest.mark.ranks gives it"
+    with trimmed(error):
         if excinfo is not None and isinstance(excinfo.value, UnisonoError):
             call.excinfo = pytest.ExceptionInfo.from_exception(excinfo.value)
         report = yield
     call.excinfo = excinfo
+    # The file and line of `pytest.skip` in another process; `unisono.testing.ranks` sets it.
+    if (place := getattr(error, "unisono_place", None)) and isinstance(report.longrepr, tuple):
+        report.longrepr = (*place, report.longrepr[2])
     if report.failed and call.excinfo is not None and (text := _text(call.excinfo)):
         shown: Any = call.excinfo.getrepr(style="native", chain=False)
         shown.reprtraceback.reprentries[0].lines[:] = f"{text}\n".splitlines(keepends=True)

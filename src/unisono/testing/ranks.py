@@ -18,20 +18,27 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from unisono.core.backends import CPUOptions
 from unisono.core.base.config import VARIABLES, environ
 from unisono.core.base.source.where import stack_of
-from unisono.core.base.text import shown
+from unisono.core.base.text import name_ranks, shown
 from unisono.core.c10d.lifecycle import init_process_group
 from unisono.core.groups.world import World, current, process_world, use
 from unisono.core.stores import HashStore, Store
-from unisono.errors import InvalidArgumentError, LaunchError, UnisonoError, WorkerFailedError
+from unisono.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    LaunchError,
+    UnisonoError,
+    WorkerFailedError,
+)
 from unisono.launcher import SpawnContext
 from unisono.launcher.launch import pickling
 from unisono.testing.modules import Modules
-from unisono.testing.report import RankFailure, report
+from unisono.testing.report import RankFailure, frames_of, report
 from unisono.testing.stuck import StackFiles, stuck_report
 
 __all__ = ["run"]
@@ -107,10 +114,13 @@ def run(
     Raises:
         Exception: That of the rank that failed first. Its cause has the tracebacks of all ranks
             that failed. Errors that report only the failure of another rank do not count.
-        InvalidArgumentError: The function or an argument cannot be sent to processes; names it.
+        ArgumentTypeError: `fn` is no function.
+        InvalidArgumentError: `world_size` is no number of ranks; or the function or an argument
+            cannot be sent to processes: the text names it.
         LaunchError: A rank did not end, or a rank died. The text names the rank, and its line or
             the cause.
     """
+    _check_call(fn, world_size)
     call = _RankedCall(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
         outcomes, end = _run_threads(call, world_size)
@@ -125,6 +135,8 @@ def run(
     ]
     failed.sort(key=lambda each: each[:3])
     text = report({rank: o.failure for *_, rank, o in failed if o.failure}, world_size, ranks)
+    if text and (left := _returned(outcomes)):
+        text = f"{name_ranks(left)} of {world_size} returned before this call\n\n{text}"
     if isinstance(end, WorkerFailedError) and failed:
         text, end = f"{text}\n\n{end.what}", None
     error = end or next((outcome.error for *_, outcome in failed), None)
@@ -134,6 +146,30 @@ def run(
         if outcome is None and rank not in dead:
             raise LaunchError(f"rank {rank} of {world_size} ended without a result")
     return [None if outcome is None else outcome.result for outcome in outcomes]
+
+
+def _check_call(fn: Any, world_size: Any) -> None:
+    if not callable(fn):
+        raise ArgumentTypeError(f"run(fn, world_size): fn must be a function, got {fn!r}")
+    if not isinstance(world_size, Integral) or world_size < 1:
+        raise InvalidArgumentError(
+            f"run(fn, world_size): world_size must be a number of ranks, got {world_size!r}"
+        )
+
+
+def _returned(outcomes: list[_RankResult | None]) -> list[int]:
+    """Return the ranks of which the others report only that they were lost: they returned."""
+    failed = [each for each in outcomes if each is not None and each.failure is not None]
+    if None in outcomes or not all(each.failure and each.failure.is_peer for each in failed):
+        return []
+    first = min(failed, key=lambda each: each.time_s)
+    context = getattr(first.error, "context", None)
+    peers = range(len(outcomes)) if context is None else context.peers
+    return [
+        rank
+        for rank, each in enumerate(outcomes)
+        if each and not each.failure and rank in peers and each.time_s < first.time_s
+    ]
 
 
 def _body(
@@ -169,9 +205,10 @@ def _body(
 def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     store = HashStore()
     outcomes: list[_RankResult | None] = [None] * world_size
+    worlds = [World() for _ in range(world_size)]
 
     def rank_thread(rank: int) -> None:
-        with use(World()):
+        with use(worlds[rank]):
             outcomes[rank] = _body(rank, call, world_size, store)
 
     # Each thread gets a copy of the caller's context, so that settings (NumPy's errstate) hold.
@@ -187,6 +224,11 @@ def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     hint, process_world.hint = process_world.hint, _THREAD_HINT
     try:
         return _joined(threads, outcomes, call, world_size)
+    except BaseException as error:
+        # Ctrl-C. The end of the process would wait for the calls of these threads.
+        for group in [group for world in worlds for group in world.groups.copy().values()]:
+            group.abort(type(error).__name__)
+        raise
     finally:
         process_world.hint = hint
 
@@ -295,9 +337,15 @@ def _sendable(call: _RankedCall) -> _RankedCall:
         return call._replace(fn=_ByValue(bytes(dumps(call.fn))))
 
 
-def _pytest_outcome(name: str, text: str) -> BaseException:
+def _pytest_outcome(name: str, text: str, *place: Any) -> BaseException:
     error: BaseException = getattr(importlib.import_module("pytest"), name).Exception(text)
+    error.unisono_place = place  # type: ignore[attr-defined]  # for the plug-in
     return error
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    frame = frames_of(traceback.extract_tb(error.__traceback__))[-1]
+    return frame.filename, frame.lineno or 0
 
 
 def _process_rank(
@@ -314,7 +362,7 @@ def _process_rank(
         # skip, xfail, fail: pytest calls their classes builtin, so that pickle cannot find them.
         kinds = {getattr(pytest, name).Exception: name for name in ("skip", "xfail", "fail")}
         if kind in kinds:
-            copyreg.pickle(kind, lambda error: (_pytest_outcome, (kinds[kind], error.msg)))
+            copyreg.pickle(kind, lambda e: (_pytest_outcome, (kinds[kind], e.msg, *_place(e))))
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import unisono
 from unisono.core.base.grouping import grouped
+from unisono.core.base.source.tracebacks import repeats_its_cause
 from unisono.core.base.text import name_ranks
 from unisono.errors import InternalError
 from unisono.launcher.traceback_text import is_consequence
@@ -101,6 +102,8 @@ def _hide_wrappers(trace: traceback.TracebackException, error: BaseException) ->
         # The error's text explains it; the last frame is the call in the test.
         own = [f for f in trace.stack if not f.filename.startswith(_PACKAGE)]
         trace.stack[:] = own or trace.stack[-1:]
+    if repeats_its_cause(error):
+        trace.__cause__ = None
     for name in ("__cause__", "__context__"):
         if (other := getattr(trace, name)) is not None:
             _hide_wrappers(other, getattr(error, name))

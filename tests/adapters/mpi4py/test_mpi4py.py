@@ -15,11 +15,13 @@ import pytest
 
 import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
+from unisono import MPI, testing
 from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
 from unisono.adapters.mpi4py.requests import Ongoing, Request
+from unisono.core.base.source.tracebacks import trimmed
 from unisono.core.platform.memory import is_readable
-from unisono.errors import UnsupportedError
+from unisono.errors import CollectiveMismatchError, UnsupportedError
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -36,6 +38,58 @@ def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
     done = run(ranks, str(PROGRAM), str(tmp_path / "file"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == ranks
+
+
+def test_the_first_failure_is_no_error_of_mpi(tmp_path: Path) -> None:
+    """An error of MPI that reports the end of another rank comes second, and once."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from unisono import MPI\nc = MPI.COMM_WORLD\n"
+        "if c.rank == 1:\n    raise ValueError('bad data')\nc.Barrier()\n"
+    )
+    done = run(2, str(program))
+    assert "first failure: rank 1" in done.stderr
+    assert "The above exception was the direct cause" not in done.stderr
+
+
+def differs(rank: int) -> BaseException | None:
+    """Make different calls; return the error."""
+    comm = MPI.COMM_WORLD
+    try:
+        if rank == 0:
+            comm.allreduce(1)
+        else:
+            comm.bcast([1], 0)
+    except MPI.Exception as error:
+        return error
+    return None
+
+
+def test_a_mismatch_names_the_calls_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then the calls of unisono that they are made of; its cause is not printed."""
+    monkeypatch.delenv("UNISONO_FULL_TRACEBACK", raising=False)
+    errors = testing.run(differs, 2)
+    texts = [*map(str, errors)]
+    assert texts[0].startswith("MPI_ERR_TRUNCATE: in allreduce: all_gather_into_tensor #1 in")
+    assert texts[1].startswith("MPI_ERR_TRUNCATE: in bcast: broadcast_object_list[1] #1 in")
+    for error in errors:
+        with trimmed(error):
+            assert error.__cause__ is None
+        assert isinstance(error.__cause__, CollectiveMismatchError)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["absent.py"], f"script not found: absent.py (in {os.getcwd()})\n"),
+        (["-m", "absent.part"], "no module named absent\n"),
+    ],
+)
+def test_a_program_that_is_absent_is_named(words: list[str], text: str) -> None:
+    """Without a traceback of runpy."""
+    command = [sys.executable, "-m", "unisono.mpi4py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, text)
 
 
 def test_synchronous_messages_keep_their_order() -> None:

@@ -330,9 +330,9 @@ class Comm(Attributes, Handle, root=True):
                 if _reduce_plain(recvbuf, op.ob, state.group, source) is None:
                     return
             except UnisonoError as error:
-                raise exception_of(error) from error
+                raise exception_of(error, "Allreduce") from error
         with translated():
-            ops.allreduce(self.live.now, sendbuf, recvbuf, op).wait()
+            ops.allreduce(self.live.now, sendbuf, recvbuf, op).wait("Allreduce")
 
 
 def reduce_plain(

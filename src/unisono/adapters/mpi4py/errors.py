@@ -154,12 +154,19 @@ _CLASSES: dict[type[BaseException], str] = {
 }
 
 
-def exception_of(error: BaseException) -> BaseException:
-    """Return MPI's exception for an error of unisono, with its text; other errors as they are."""
+def exception_of(error: BaseException, call: str = "") -> BaseException:
+    """Return MPI's exception for an error of unisono, with its text; other errors as they are.
+
+    A mismatch names the calls of unisono that MPI's calls are made of, and so `call` before them.
+    """
     if not isinstance(error, (UnisonoError, MemoryError)) or isinstance(error, NotImplementedError):
         return error
     name = next((name for kind, name in _CLASSES.items() if isinstance(error, kind)), "ERR_OTHER")
-    made = Exception(ERRORS[name], f"MPI_{name}: {error}")
+    # The launcher knows by the class or by this name whether another rank's end is the reason.
+    kind = f"{type(error).__name__}: " if name == "ERR_OTHER" else ""
+    if call and isinstance(error, CollectiveMismatchError):
+        kind = f"in {call}: "
+    made = Exception(ERRORS[name], f"MPI_{name}: {kind}{error}")
     made.__cause__ = error
     return made
 

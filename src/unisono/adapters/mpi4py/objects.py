@@ -19,14 +19,12 @@ from unisono.adapters.mpi4py.errors import (
     ANY_TAG,
     PROC_NULL,
     ROOT,
-    exception_of,
     fail,
 )
 from unisono.adapters.mpi4py.ops import SUM, Op
 from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.c10d.collectives import all_gather_into_tensor as _all_gather
 from unisono.core.c10d.objects import functions as objects
-from unisono.errors import UnisonoError
 
 # ---- messages of objects ----
 
@@ -223,19 +221,16 @@ def gathered(state: Any, obj: Any) -> list[Any]:
     row[:8] = size.to_bytes(8, "little")
     if size <= _SHORT:
         row[8 : 8 + size] = data
-    try:
-        _all_gather(state.rows, state.row, state.group)
-        lengths, at, loads = state.lengths.tolist(), 8, pickle.loads
-        if max(lengths) <= _SHORT:
-            found = []
-            for n in lengths:
-                found.append(loads(bytes(memory[at : at + n])))
-                at += 8 + _SHORT
-            return found
-        outs = [np.empty(n, np.uint8) for n in lengths]
-        state.group.all_gather(outs, np.frombuffer(data, np.uint8))
-    except UnisonoError as error:
-        raise exception_of(error) from error
+    _all_gather(state.rows, state.row, state.group)
+    lengths, at, loads = state.lengths.tolist(), 8, pickle.loads
+    if max(lengths) <= _SHORT:
+        found = []
+        for n in lengths:
+            found.append(loads(bytes(memory[at : at + n])))
+            at += 8 + _SHORT
+        return found
+    outs = [np.empty(n, np.uint8) for n in lengths]
+    state.group.all_gather(outs, np.frombuffer(data, np.uint8))
     return [pickle.loads(out) for out in outs]
 
 

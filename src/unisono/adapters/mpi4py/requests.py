@@ -86,15 +86,19 @@ class Ongoing:
                 return True
         return False
 
-    def wait(self) -> None:
-        """Wait for the end, and raise the call's error; works end by their time-outs."""
+    def wait(self, name: str = "") -> None:
+        """Wait for the end, and raise the error of the call; works end by their time-outs.
+
+        Args:
+            name: Of the call, for its error.
+        """
         while not self.is_done:
             for work in self.works:
                 work._pending.wait_or_expire(None)
             self._step()
         if self._error is not None:
             error, self._error = self._error, None
-            raise exception_of(error) from error
+            raise exception_of(error, name) from error
 
     def then(self, action: Callable[[], object]) -> Self:
         """Do something more at the end; return the call."""
@@ -126,10 +130,10 @@ class Both(Ongoing):
         self._take()
         return self.is_done
 
-    def wait(self) -> None:
+    def wait(self, name: str = "") -> None:
         """Wait for both."""
-        self._received.wait()
-        self._sent.wait()
+        self._received.wait(name)
+        self._sent.wait(name)
         self.is_done = True
         self._take()
 
@@ -387,8 +391,8 @@ def _now(function: Callable[..., Ongoing]) -> Any:
         try:
             call = function(self.live.now, *arguments, **how)
         except (UnisonoError, MemoryError) as error:
-            raise exception_of(error) from error
-        call.wait()
+            raise exception_of(error, now.__name__) from error
+        call.wait(now.__name__)
         _note(call, call.status)
         return call.value
 

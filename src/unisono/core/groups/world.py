@@ -155,7 +155,7 @@ class GroupMember(metaclass=_Members):
     does not belong to the new group.
     """
 
-    NON_GROUP_MEMBER: int = _NonMember(-100)
+    NON_GROUP_MEMBER = _NonMember(-100)
 
 
 group = GroupMember
@@ -193,8 +193,17 @@ class OverGroup(Protocol):
         """The group that it means."""
 
 
-Group: TypeAlias = ProcessGroup | OverGroup | int | None
-"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`."""
+# Without other integers: a rank in the place of a group is a mistake.
+Group: TypeAlias = ProcessGroup | OverGroup | _NonMember | None
+"""What the argument `group` takes: a group, one of torch or a communicator over one, or None.
+
+None is the default group.
+"""
+
+_MPI_HINT = (
+    "unisono.MPI makes it at the first use of COMM_WORLD, such as COMM_WORLD.rank; without "
+    "unisono.MPI call unisono.init_process_group() first"
+)
 
 
 def resolve(group: Group = None) -> ProcessGroup | None:
@@ -209,8 +218,9 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         if world.default is None and world.lender is not None:
             world.lender()
         if (default := world.default) is None:
+            hint = world.hint or (_MPI_HINT if "unisono.MPI" in sys.modules else None)
             raise NotInitializedError(
-                "the default process group has not been initialized", hint=world.hint
+                "the default process group has not been initialized", hint=hint
             )
         return default
     if isinstance(group, ProcessGroup):

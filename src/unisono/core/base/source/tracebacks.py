@@ -80,9 +80,11 @@ def _trimming(previous: Callable[..., object]) -> Callable[..., None]:
 def trimmed(error: BaseException | None) -> Iterator[None]:
     """Hide the frames of this library in an error and its causes, inside the with block.
 
-    Does nothing if UNISONO_FULL_TRACEBACK is set.
+    A cause of which nothing new is left is hidden, too. Does nothing if UNISONO_FULL_TRACEBACK is
+    set.
     """
     whole: dict[BaseException, tuple[TracebackType | None, tuple[Any, ...]]] = {}
+    repeated: dict[BaseException, BaseException | None] = {}
     todo = [error] if config.get("UNISONO_FULL_TRACEBACK") == "0" else []
     while todo:
         each = todo.pop()
@@ -95,6 +97,8 @@ def trimmed(error: BaseException | None) -> Iterator[None]:
     try:
         for each, (trace, args) in whole.items():
             if has_own:
+                if repeats_its_cause(each):
+                    repeated[each], each.__cause__ = each.__cause__, None
                 each.__traceback__ = _outside(trace)
             elif type(each) is RuntimeError and args and isinstance(args[0], str):
                 each.args = (_WITHIN.sub(_without_own, args[0]), *args[1:])
@@ -102,6 +106,21 @@ def trimmed(error: BaseException | None) -> Iterator[None]:
     finally:
         for each, (trace, args) in whole.items():
             each.__traceback__, each.args = trace, args
+        for each, cause in repeated.items():
+            each.__cause__ = cause
+
+
+def repeats_its_cause(error: BaseException) -> bool:
+    """Whether an error has the text of its cause, which was raised inside this library.
+
+    unisono.MPI's errors have such causes.
+    """
+    cause = error.__cause__
+    return (
+        isinstance(cause, UnisonoError)
+        and _outside(cause.__traceback__) is None
+        and str(cause) in str(error)
+    )
 
 
 def _without_own(found: re.Match[str]) -> str:
