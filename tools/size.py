@@ -29,7 +29,7 @@ ATTRIBUTES = 12
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
 # docs/decisions/0007, 0040, 0042, 0052 and 0078.
 SHELVES = {
-    "core": 26_460,  # 26,150, a codec in C++, peers of cores, sums of halves, what goes unencrypted
+    "core": 26_470,  # 26,150, a codec in C++, peers of cores, sums of halves, what goes unencrypted
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_270,  # 2,120, windows, ranks that stay, what calls may name, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
@@ -47,6 +47,7 @@ CPP_FILE = 400
 # A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (36, "one class per kind of error, in one place"),
+    ("src/unisono/core/schedules/ir.py", "Schedule attributes"): (13, "an algorithm is one value"),
     ("src/unisono/core/stores/tcp/client.py", "TCPStore.__init__ parameters"): (
         10,
         "torch's signature",

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import time
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -114,6 +115,9 @@ def test_a_program_with_scratch_and_waits():
     assert schedule.rounds == 1
     # Rank 2 adds 1 to 0, and its own value to the sum: (x0 + x1) + x2, as the others.
     verify(schedule)
+    # It adds them in two places, the others in one: there 16-bit sums would be rounded later.
+    with pytest.raises(ScheduleError, match=r"rank 2 is reduced in another order than on rank 0"):
+        verify(replace(schedule, accumulates=True))
 
 
 def test_in_place_blocks():

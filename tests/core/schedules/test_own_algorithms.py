@@ -11,6 +11,8 @@ import pytest
 import unisono as dist
 from tests.support.programs import python
 from unisono.core.schedules import registry
+from unisono.core.schedules.lowering.layout import Layout
+from unisono.core.schedules.lowering.program import lower
 from unisono.core.schedules.registry import available
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError, ScheduleError
 from unisono.lowlevel import (
@@ -72,6 +74,16 @@ def test_a_family_has_each_size_root_and_depth():
         assert (schedule.algorithm, schedule.root) == ("chain", root)
         verify(schedule)
     assert "chain" in available("broadcast", 4)
+
+
+def test_a_family_of_others_rounds_each_step():
+    shipped = build("all_reduce", "one_shot", 4)
+    register_algorithm("all_reduce", "mine", lambda p: build("all_reduce", "one_shot", p))
+    own = build("all_reduce", "mine", 4)
+    goes_on = [lower(each, 1, Layout(5)).steps[:, 7] for each in (shipped, own)]
+    assert goes_on[0].any()
+    assert not goes_on[1].any()
+    verify(own)
 
 
 @pytest.mark.parametrize(("p", "local"), [(4, 2), (6, 3), (24, 4), (15, 5), (34, 2), (64, 8)])

@@ -113,6 +113,7 @@ class Schedule:
         uneven_ok: Whether the blocks may differ in size.
         before: Local steps before the first round.
         after: Local steps after the last round.
+        accumulates: Whether it has accumulations.
     """
 
     collective: str
@@ -127,6 +128,7 @@ class Schedule:
     uneven_ok: bool = False
     before: Local = field(default=_nothing, repr=False)
     after: Local = field(default=_nothing, repr=False)
+    accumulates: bool = True
 
     @property
     def stages(self) -> int:

@@ -204,7 +204,7 @@ def from_msccl(text: str) -> Schedule:
         collective, f"{algo.get('name', 'msccl')}-{crc32(text.encode()):08x}", p, rounds, exchange,
         input_chunks={"all_reduce": 0, "all_gather": chunks // p}.get(collective, chunks),
         output_chunks=blocks if collective == "reduce_scatter" else chunks,
-        scratch_chunks=placed.scratch_chunks, before=before, after=placed.after,
+        scratch_chunks=placed.scratch_chunks, before=before, after=placed.after, accumulates=False,
     )  # fmt: skip
 
 

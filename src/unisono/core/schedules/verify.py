@@ -120,7 +120,7 @@ class _SymbolicWorld:
         self.queues: dict[tuple[int, int], deque[_SentData]] = defaultdict(deque)
         self.expressions: dict[tuple[object, ...], int] = {}
         self.todo, self.stage_of = _programs(schedule)
-        self.goes_on = [_sums_on(rows) for rows in self.todo]
+        self.goes_on = [_sums_on(rows, schedule) for rows in self.todo]
         self.next = [0] * schedule.world_size
         self.written_in: dict[tuple[int, Chunk], int] = {}
         for rank in range(schedule.world_size):
@@ -322,7 +322,7 @@ class _SymbolicWorld:
     def fold(self, item: Chunk, ranks: int) -> int:
         """Return the key of an item's contributions by `ranks`, reduced in their order."""
         first, *others = [self.leaf(item, r).key for r in range(ranks.bit_length())]
-        is_rounded = self.schedule.collective in ("scan", "exscan")
+        is_rounded = not self.schedule.accumulates or self.schedule.collective in ("scan", "exscan")
         for other in others:
             last = is_rounded or other == others[-1]
             first = self.key(first, other) if last else self.key("unrounded", first, other)
@@ -382,10 +382,10 @@ def _programs(schedule: Schedule) -> tuple[list[list[CheckedRow]], list[list[int
     return programs, stages
 
 
-def _sums_on(rows: list[CheckedRow]) -> list[bool]:
+def _sums_on(rows: list[CheckedRow], schedule: Schedule) -> list[bool]:
     """Return which rows the next one continues as an accumulation."""
     table = np.array(rows, np.int64).reshape(-1, 8)
-    goes_on: list[bool] = sums_on(table[:, 1], table[:, 5:]).tolist()
+    goes_on: list[bool] = (schedule.accumulates & sums_on(table[:, 1], table[:, 5:])).tolist()
     return goes_on
 
 
