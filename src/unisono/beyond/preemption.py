@@ -7,6 +7,7 @@ the ranks must agree first.
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 from collections.abc import Callable
@@ -79,7 +80,16 @@ def _watch() -> None:
     _StopState.watching = True
     for name in _SIGNALS:
         if (signum := getattr(signal, name, None)) is not None:
-            signal.signal(signum, _handler(signal.getsignal(signum)))
+            handler = _handler(signal.getsignal(signum))
+            signal.signal(signum, handler)
+            atexit.register(_ignore_late, signum, handler)
+
+
+def _ignore_late(signum: int, handler: object) -> None:
+    # Python restores the default as it ends. A signal that reaches this rank after the others would
+    # then end a process that has stopped in time.
+    if signal.getsignal(signum) is handler:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _handler(previous: Any) -> Callable[[int, FrameType | None], None]:
