@@ -26,7 +26,7 @@ __attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { 
 
 namespace {
 
-constexpr size_t kBytes = 1'000'000;  // more than the ring takes
+constexpr size_t kBytes = 4'000'000;  // more than the ring takes
 
 // Let each allocation of `call` fail in turn, until none fails. Returns the number of errors.
 int with_less_and_less(const std::function<void()>& call) {
@@ -232,7 +232,7 @@ void test_a_receive_that_could_not_begin() {
 // Returns whether all allocations succeeded.
 bool swaps_with_memory(int grant) {
   World world(2);
-  const int64_t count = 150'000;
+  const int64_t count = 600'000;
   const auto run = [&](int rank, std::vector<int64_t>* values, int memory) {
     const std::shared_ptr<Messages> here(&world[rank], [](Messages*) {});
     Steps steps(here, 7, {0, 1}, {0, 1}, nullptr);

@@ -114,7 +114,7 @@ void test_order_of_any_tag() {
 // Threads of one rank receive and probe at once. Every message comes to one thread, and whole.
 void test_threads() {
   World world(3);
-  const size_t sizes[] = {0, 8, 5000, 200'000, 524'289};
+  const size_t sizes[] = {0, 8, 5000, 200'000, 2'097'153};
   constexpr int kMessages = 60;
   std::atomic<int> received{0};
   std::atomic<bool> is_over{false};
