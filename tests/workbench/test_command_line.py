@@ -153,7 +153,10 @@ def test_json_of_a_search_has_all_candidates(capsys, tmp_path):
 
 def test_iters_beside_the_n_of_nccl_tests_are_refused(capsys):
     assert main(["bench", "all_reduce", "-n", "4", "--ranks", "2", "--iters", "9"]) == 1
-    assert "-n 4 --iters 9: both are the calls per round" in capsys.readouterr().err
+    assert (
+        "-n 4 --iters 9: both are the calls per round, because another flag sets the ranks, as in "
+        "nccl-tests"
+    ) in capsys.readouterr().err
 
 
 def test_top_takes_a_job_after_json(monkeypatch, capsys):

@@ -24,7 +24,8 @@ def test_a_stage_that_hangs_leaves_its_output_and_its_stacks(tmp_path):
     assert gpu_check.ended([sys.executable, "-c", HANGS], log, 6) == "NOT ENDED in 6 s"
     text = log.read_text()
     assert all(each in text for each in ("before", "one of its ranks", "itself"))
-    assert text.count("in forever") == 2
+    # Both processes write at once, perhaps into each other's lines.
+    assert text.count("forever") == 2
 
 
 @pytest.mark.parametrize(("code", "result"), [("print(5)", "passed"), ("1 / 0", "FAILED")])

@@ -375,7 +375,7 @@ def test_steps_that_are_read_in_pieces_are_the_same(monkeypatch, name):
 @pytest.mark.parametrize(
     ("schedule", "nbytes", "text"),
     [
-        ("ring", 8, "schedule is 'ring', expected a Schedule"),
+        ("ring", 8, "simulate: schedule is 'ring', expected a Schedule"),
         (build("all_reduce", "ring", 4), "1M", "nbytes is '1M', expected a number of bytes"),
         (build("all_reduce", "ring", 4), -1, "nbytes is -1, expected a number of bytes"),
     ],

@@ -67,7 +67,8 @@ def signals_of(options: argparse.Namespace) -> tuple[str, ...]:
     """
     names: tuple[str, ...] | None = options.signals_to_handle
     for name in ("SIGINT", "SIGQUIT") if names is None else names:
-        if signal.getsignal(signum := getattr(signal, name)) is signal.SIG_IGN:
+        signum = getattr(signal, name, None)  # Windows has no SIGQUIT
+        if signum is not None and signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     return ENDING if names is None else names
 
