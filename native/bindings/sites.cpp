@@ -201,8 +201,7 @@ void bind_recorder(nb::module_& m) {
       "End the wait, if one was begun.")
     .def("snapshot", &snapshot, "Return the bytes of the ring.")
     .def("totals", &totals, "Return the bytes of the totals by kind.")
-    .def("waited", &waited,
-         "Return the ticks that this rank has waited for each rank, up to now.")
+    .def("waited", &waited, "Return the ticks that this rank has waited for each rank, up to now.")
     .def_prop_ro(
       "waiting_for", [](const Recorder& recorder) { return recorder.waits.waiting_for; },
       "The rank for which the running collective waits; -1: none.")
