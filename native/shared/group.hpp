@@ -99,11 +99,11 @@ class Group final : public Runner {
     const uint32_t at = rank == rank_ ? slot_at() : line.agreement.slot_at;
     return segment_->slot(rank, epoch(), at) + step.slot_off * itemsize_;
   }
+  uint32_t& slot_at() { return slot_at_[epoch() & 1]; }
+  uint32_t slot_at() const { return slot_at_[epoch() & 1]; }
   // After all ranks have entered this epoch, so that none reads the line of the epoch before. The
   // next call then need not wait for the line. Not before a post in the slot: the next call would
   // wait for the slot with the line in hand, and lose it to a rank that polls it.
-  uint32_t& slot_at() { return slot_at_[epoch() & 1]; }
-  uint32_t slot_at() const { return slot_at_[epoch() & 1]; }
   void prefetch_next_line() { segment_->words(rank_).line(epoch() + 1).prefetch(); }
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   const char* operand_of(const Step& step, int64_t done, int64_t* count) const;

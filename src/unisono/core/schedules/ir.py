@@ -286,14 +286,15 @@ def reduce(
     return make_rows(Op.REDUCE, ranks, -1, src, dst, n, where)
 
 
-def sums_on(op: IntArray, target: IntArray) -> BoolArray:
+def sums_on(schedule: Schedule, op: IntArray, target: IntArray) -> BoolArray:
     """Return which rows are reductions that the next row continues.
 
     Args:
+        schedule: Of the rows; without accumulations no row is continued.
         op: [n] the ops of one rank, in the order of execution.
         target: [n, k] what names the destination of each row, its number of chunks last.
     """
-    reduces = np.isin(op, REDUCE_OPS) & (target[:, -1] > 0)
+    reduces = schedule.accumulates & np.isin(op, REDUCE_OPS) & (target[:, -1] > 0)
     goes_on = np.zeros(len(op), np.bool_)
     goes_on[:-1] = reduces[:-1] & reduces[1:] & (target[:-1] == target[1:]).all(axis=1)
     return goes_on

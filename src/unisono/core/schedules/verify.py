@@ -120,7 +120,7 @@ class _SymbolicWorld:
         self.queues: dict[tuple[int, int], deque[_SentData]] = defaultdict(deque)
         self.expressions: dict[tuple[object, ...], int] = {}
         self.todo, self.stage_of = _programs(schedule)
-        self.goes_on = [_sums_on(rows, schedule) for rows in self.todo]
+        self.goes_on = [_sums_on(schedule, rows) for rows in self.todo]
         self.next = [0] * schedule.world_size
         self.written_in: dict[tuple[int, Chunk], int] = {}
         for rank in range(schedule.world_size):
@@ -382,10 +382,10 @@ def _programs(schedule: Schedule) -> tuple[list[list[CheckedRow]], list[list[int
     return programs, stages
 
 
-def _sums_on(rows: list[CheckedRow], schedule: Schedule) -> list[bool]:
+def _sums_on(schedule: Schedule, rows: list[CheckedRow]) -> list[bool]:
     """Return which rows the next one continues as an accumulation."""
     table = np.array(rows, np.int64).reshape(-1, 8)
-    goes_on: list[bool] = (schedule.accumulates & sums_on(table[:, 1], table[:, 5:])).tolist()
+    goes_on: list[bool] = sums_on(schedule, table[:, 1], table[:, 5:]).tolist()
     return goes_on
 
 

@@ -194,7 +194,8 @@ def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if "store" in ",".join(options.ops).split(","):
+    options.ops = ",".join(options.ops).split(",")  # each may be several
+    if "store" in options.ops:
         raise InvalidArgumentError(
             "bench store is not part of the package: run benchmarks/store.py of the repository"
         )
@@ -241,7 +242,7 @@ def _as_text(result: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> BenchPlan:
-    names = ",".join(options.ops).split(",")
+    names = options.ops
     ops = tuple(OPS) if "all" in names else tuple(dict.fromkeys(names))
     share = (options.nthreads or 1) * (options.ngpus or 1)
     iters, ranks = options.iters, options.ranks

@@ -100,7 +100,7 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _RankRows:
     steps[:, [0, 1, 2, 4]] = rows[:, [_OP, _PEER, _SRC_BUF, _DST_BUF]]
     # Of the chunks, as in the proof: a step that is dropped because it has no elements divides a
     # sum, too.
-    steps[:, 7] = schedule.accumulates & sums_on(rows[:, _OP], rows[:, [_RANK, _DST_BUF, _DST, _N]])
+    steps[:, 7] = sums_on(schedule, rows[:, _OP], rows[:, [_RANK, _DST_BUF, _DST, _N]])
     begin, end = np.full((2, 2, len(rows)), none)
     scratch = end.copy()
     for side, (buf, chunk) in enumerate(((_SRC_BUF, _SRC), (_DST_BUF, _DST))):
