@@ -240,8 +240,7 @@ def _while_idle(
         error = rank_taken(member.node, rival)
         member, _, actions = _end(member, False, f"{error.what} ({error.hint})")
         return member, [Left(me, error.what)], actions
-    enough = state.phase is Phase.JOINING and len(state.members) >= member.limits.min_nodes
-    if enough and now - member.changed_s >= member.timing.last_call_s:
+    if state.may_form and now - member.changed_s >= member.timing.last_call_s:
         return member, [LastCallPassed(state.epoch)], []
     return member, [], []
 

@@ -134,6 +134,22 @@ class AgentsState:
         return self.restarts + self.replaced < self.limits.max_restarts
 
     @property
+    def enough(self) -> bool:
+        """Whether enough nodes have joined for the next world."""
+        if self.phase is not Phase.JOINING or self.limits is None:
+            return False
+        return len(self.members) >= self.limits.min_nodes
+
+    @property
+    def may_form(self) -> bool:
+        """Whether the next world forms after the last call, even if nodes are still expected.
+
+        The cause of the last end is known when each expected node has joined again or is lost, at
+        the latest after `dead_after_s`.
+        """
+        return self.enough and not (self.cause is Cause.CONSEQUENCE and self.expected)
+
+    @property
     def present(self) -> tuple[str, ...]:
         """The ids of all nodes that take part in any way."""
         nodes = (*(node.id for node in (*self.members, *self.waiting)), *self.expected)

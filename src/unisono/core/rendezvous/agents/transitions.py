@@ -61,12 +61,8 @@ def apply(state: AgentsState, event: AgentEvent) -> AgentsState:
         case Join():
             after = _join(state, event)
         case LastCallPassed():
-            after = state
-            # The cause is known when each expected node has joined again or is lost, at the latest
-            # after `dead_after_s`.
-            unexplained = state.cause is Cause.CONSEQUENCE and state.expected
-            if event.epoch == state.epoch and _enough(state) and not unexplained:
-                after = _form(state)
+            passed = event.epoch == state.epoch and state.may_form
+            after = _form(state) if passed else state
         case Failed():
             after = _failed(state, event)
         case Replaced():
@@ -276,17 +272,9 @@ def _fail_if_hopeless(state: AgentsState, event: NodeLost) -> AgentsState:
     return replace(state, phase=Phase.FAILED, reason=reason, blamed=event.node_id)
 
 
-def _enough(state: AgentsState) -> bool:
-    return (
-        state.phase is Phase.JOINING
-        and state.limits is not None
-        and len(state.members) >= state.limits.min_nodes
-    )
-
-
 def _form_if_complete(state: AgentsState) -> AgentsState:
     """Form the world if it has the largest size or all nodes of the last world."""
-    if not _enough(state):
+    if not state.enough:
         return state
     assert state.limits is not None
     full = len(state.members) == state.limits.max_nodes
