@@ -212,12 +212,23 @@ def test_first_failure_is_known_at_once_unless_it_is_a_consequence():
     assert (exits.failures(), list(exits.left_s), exits.known_in_s()) == ([], [2], float("inf"))
     exits.add(0, 100, 1)
     assert exits.known_in_s() <= SETTLE_S
+    # A rank printed an error of its own and has not ended: it may take longer, but not for ever.
+    assert exits.settle_again()
+    assert exits.known_in_s() > SETTLE_S
+    assert not exits.settle_again()
     exits.add(1, 101, -9, "a hint")
     assert exits.known_in_s() == 0.0
     texts[0] += " and more"
     first, second = exits.failures()
     assert (first.rank, first.exit_code, first.hint, first.text) == (1, -9, "a hint", PLAIN)
     assert (second.rank, second.pid, second.text) == (0, 100, texts[0])
+
+
+def test_an_original_failure_settles_nothing():
+    exits = ExitLog({0: PLAIN}.__getitem__)
+    exits.add(0, 100, 1)
+    assert not exits.settle_again()
+    assert exits.known_in_s() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,28 @@ def test_a_rank_that_was_stopped_after_its_own_error(launches, tmp_path):
     assert err.endswith("KeyError: 'of rank 1'\n")
 
 
+CAUSE_ENDS_LATER = """
+import atexit, os, time
+from unisono.errors import PeerLostError
+if os.environ["RANK"] == "0":
+    atexit.register(time.sleep, 0.5)  # only a launcher that does not wait comes before
+    atexit.register(lambda: open("fifo").read())  # until rank 1 has ended
+    raise ValueError("of rank 0")
+fifo = open("fifo", "w")
+raise PeerLostError("rank 0 is gone")
+"""
+
+
+@pytest.mark.linux("watches processes")
+def test_a_cause_that_ends_after_its_consequence_is_named(launches, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    at_once = {"unisono.launcher.report.SETTLE_S": 0.0}
+    code, _, err = launches.run("-n2", script=CAUSE_ENDS_LATER, patches=at_once)
+    assert code == 1
+    assert "unisono run: first failure: rank 0 " in err
+    assert err.endswith("ValueError: of rank 0\n")
+
+
 IN_LOAD = """
 import threading
 from unisono.core.base.source.stacks import offer_stack

@@ -288,20 +288,24 @@ class Attempt:
         self._group.kill_if_due()
 
     def _fail(self) -> None:
+        if self._note_places() and self._exits.settle_again():
+            return
         self._on_failure(self._exits.failures()[0])
-        self._note_places()
         self._group.stop(signal.SIGTERM)
 
-    def _note_places(self) -> None:
-        """Note where the workers are before they are stopped."""
+    def _note_places(self) -> dict[int, str]:
+        """Note where the workers are before they are stopped; return what those that end printed.
+
+        A rank that failed may take longer to end than the one whose end was detected.
+        """
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
         # By process, because a program may change its RANK.
         ranks = {worker.pid: worker.rank for worker in self._group.running}
         stacks = {ranks[each.pid]: each.rows for each in offered_stacks(ranks)}
-        # A rank that failed may take longer to end than the one whose end was detected.
         in_user_code = {rank for rank, rows in stacks.items() if any(row[3] for row in rows)}
         printed = self._exits.printed(set(ranks.values()) - in_user_code)
         self._exits.places = {rank: place_of(rows) for rank, rows in stacks.items()} | printed
+        return printed
 
     def _kill_and_reap(self) -> None:
         """Kill all processes of the attempt, and only then release their process numbers."""

@@ -26,6 +26,9 @@ from unisono.launcher.traceback_text import (
 SETTLE_S = 1.0
 """How long to wait for the original failure after a failure that only reports a lost peer."""
 
+_ENDS_S = 5.0
+"""How much longer, if a rank has printed an error of its own and has not ended."""
+
 _FOLLOWS_S = 10.0
 """How long after the failure of a replaced worker a failure may be its consequence."""
 
@@ -126,8 +129,8 @@ def error_document(failure: WorkerFailure) -> dict[str, Any]:
 class ExitLog:
     """The workers that ended by themselves.
 
-    The first failure is known at once. If it is a consequence, it is known `SETTLE_S` later or
-    when an original failure is added.
+    The first failure is known at once. If it is a consequence, it is known `SETTLE_S` later (after
+    `settle_again`, `_ENDS_S` later) or when an original failure is added.
 
     Args:
         text_of: Function that returns the traceback of a rank, as far as it has been read.
@@ -144,6 +147,14 @@ class ExitLog:
         self._failures: list[WorkerFailure] = []
         self._replaced: list[WorkerFailure] = []
         self._known: Deadline | None = None
+        self._settled = False
+
+    def settle_again(self) -> bool:
+        """Wait longer for the original failure, once; return whether that makes sense."""
+        if self._settled or not all(is_consequence(self._text_of(f.rank)) for f in self._failures):
+            return False
+        self._known, self._settled = Deadline(_ENDS_S), True
+        return True
 
     def add(self, rank: int, pid: int, exit_code: int, hint: str = "") -> None:
         """Add the end of a worker that was just detected."""
