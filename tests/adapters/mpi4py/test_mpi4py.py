@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.core.base.source.tracebacks import trimmed
+from unisono.core.operations.work import Work
 from unisono.core.platform.memory import is_readable
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 
@@ -241,6 +243,29 @@ def test_a_capsule_that_was_used_is_refused() -> None:
     with pytest.raises(BufferError, match="that was not used"):
         memory_of(Array(), writes=False)
     rename(capsule, b"dltensor")
+
+
+def _test_synchronous_sends(rank: int) -> tuple[Any, Any, int]:
+    """Test synchronous sends to this rank, of which three of four messages have been received.
+
+    Returns:
+        What Testany and then Testsome return, and how many messages another thread has to end.
+    """
+    comm = MPI.COMM_WORLD
+    with patch.object(Work, "on_end") as told:
+        requests = [comm.issend(k, rank, 5) for k in range(4)]
+        assert not MPI.Request.Testall(requests)
+        assert [comm.recv(source=rank, tag=5) for _ in range(3)] == [0, 1, 2]
+        assert not MPI.Request.Testall(requests)
+        ended = MPI.Request.Testany(requests), MPI.Request.Testsome(requests)
+        assert comm.recv(source=rank, tag=5) == 3
+        MPI.Request.Waitall(requests)
+    return *ended, told.call_count
+
+
+def test_a_synchronous_send_to_itself_needs_no_other_thread() -> None:
+    """A busy host may not run that thread for long; requests must end in their order then, too."""
+    assert testing.run(_test_synchronous_sends, 1) == [((0, True), [1, 2], 0)]
 
 
 class _EndsSoon(Ongoing):

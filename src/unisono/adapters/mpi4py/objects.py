@@ -59,7 +59,7 @@ def _received(state: Any, buf: Any, source: int, tag: int) -> Ongoing:
             fail("ERR_TRUNCATE", f"{len(data)} bytes for {most}")
         call.value = pickle.loads(data) if len(data) else None
 
-    call: Ongoing = state.recv_any(source, tag, take)
+    call: Ongoing = state.recv(source, tag, take)
     return call
 
 

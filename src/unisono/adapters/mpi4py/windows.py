@@ -366,7 +366,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         for rank in sends:
             comm.send(np.empty(0, np.uint8), rank, tag, "b")
         for rank in recvs:
-            comm.now.recv_any(rank, tag, lambda call, data: None).wait()
+            comm.now.recv(rank, tag, lambda call, data: None).wait()
 
     def _ranks(self, group: Group) -> list[int]:
         return [self.live.comm.group.ranks.index(rank) for rank in group.live]
