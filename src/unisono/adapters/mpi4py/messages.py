@@ -29,7 +29,7 @@ from unisono.adapters.mpi4py.errors import (
 )
 from unisono.adapters.mpi4py.handles import Described, default_group
 from unisono.adapters.mpi4py.packing import Run, simple
-from unisono.adapters.mpi4py.requests import Both, Ongoing
+from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.base.types import PARTIAL, code_of, dtype_named
 from unisono.core.c10d.new_groups import _make_group, _Settings
 from unisono.core.c10d.p2p import send as _send
@@ -179,12 +179,12 @@ class CommState(Described):
         self.check(dest, tag)
         received = receive()
         try:
-            call = Both(received, self.send(data, dest, tag, "i"))
-            call.status = status
-            return call
+            received.works += self.send(data, dest, tag, "i").works
         except BaseException:
             received.cancel()
             raise
+        received.status = status
+        return received
 
     def probe(self, source: int, tag: int, waits: bool) -> tuple[int, int, int] | None:
         """Return source, tag and bytes of a message, or None if none has come."""
@@ -292,7 +292,7 @@ class Receipt(Ongoing):
     def _end(self, call: Ongoing) -> None:
         self.answer()
         work, into = self._work, self._into
-        raise_first([work])
+        raise_first(call.works)
         data = work.result()[0].view(np.uint8) if into is None else into[: work._received()]
         self.found = self._state.place[work.source_rank()], work.tag(), len(data)
         self._take(call, data)

@@ -123,31 +123,6 @@ class Ongoing:
         """Do nothing: what was sent can be received."""
 
 
-class Both(Ongoing):
-    """A call that ends with a receive and a send."""
-
-    def __init__(self, received: Ongoing, sent: Ongoing) -> None:
-        super().__init__([*received.works, *sent.works])
-        self._received, self._sent = received, sent
-
-    def test(self) -> bool:
-        """Return whether both have ended."""
-        done = self._received.test()
-        self.is_done = self._sent.test() and done
-        self._take()
-        return self.is_done
-
-    def wait(self, name: str = "") -> None:
-        """Wait for both."""
-        self._received.wait(name)
-        self._sent.wait(name)
-        self.is_done = True
-        self._take()
-
-    def _take(self) -> None:
-        self.found, self.value = self._received.found, self._received.value
-
-
 class Persistent:
     """The object of a persistent request: makes a call at each start."""
 

@@ -7,7 +7,7 @@ each synchronisation moves what this rank has changed there, and what others hav
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -123,7 +123,7 @@ class _Target:
                 kind = kind_of(words[2]) or kind
         self.kind: TypeMap = kind
         self.offset = disp * unit
-        self.pieces = list(_pieces(kind, count, self.offset))
+        self.pieces = kind.pieces(self.offset, 0, count * kind.size)
         ends = [at + n for at, n in self.pieces]
         require(disp >= 0 and all(at >= 0 for at, _ in self.pieces), "ERR_DISP", f"{disp}")
         require(not ends or max(ends) <= size, "ERR_RMA_RANGE", f"{max(ends, default=0)} of {size}")
@@ -159,16 +159,6 @@ class _Target:
         finally:
             state.unlock(self.rank, _UPDATE)
         return before
-
-
-def _pieces(kind: TypeMap, count: int, offset: int) -> Iterator[tuple[int, int]]:
-    if kind.is_plain:
-        if count * kind.size:
-            yield offset, count * kind.size
-        return
-    for element in range(count):
-        for at, size in zip(kind.offsets.tolist(), kind.lengths.tolist(), strict=True):
-            yield offset + element * kind.extent + at, size
 
 
 class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[misc]
