@@ -214,11 +214,6 @@ class Request(Handle, root=True):
 
     cancel = Cancel
 
-    def Free(self) -> None:
-        """Forget the request; the call goes on."""
-        _ = self.live
-        self.ob = None
-
     # ---- several --------------------------------------------------------------------------
 
     def _take(self, status: Status | None, keeps: bool) -> Any:
