@@ -312,12 +312,13 @@ def _move(state: SharedFile, way: str, writes: bool, offset: int, buf: Any) -> O
     elif way == "shared":
         offset = int(state.shared.fetch_add(count, 0))
     elif way == "ordered":
-        counts: list[Any] = [None] * state.comm.size
-        all_gather_object(counts, count, state.comm.group)
-        file = File.of(state)
-        base = file.Get_position_shared()
-        file._together(lambda: file._set_shared(base + sum(counts)))
-        offset = base + sum(counts[: state.comm.rank])
+        group, base = state.comm.group, np.zeros(1, np.int64)
+        counts = np.empty((state.comm.size, 1), np.int64)
+        group.all_gather_into_tensor(counts, np.array([count]))
+        if state.comm.rank == 0:
+            base[0] = state.shared.fetch_add(int(counts.sum()), 0)
+        group.broadcast(base, 0)
+        offset = int(base[0] + counts[: state.comm.rank].sum())
     try:
         done = (state.write if writes else state.read)(offset * unit, part)
     except OSError as error:
