@@ -20,6 +20,7 @@ from unisono import MPI, testing
 from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
 from unisono.adapters.mpi4py.requests import Ongoing, Request
+from unisono.adapters.mpi4py.windows import WinState
 from unisono.core.base.source.tracebacks import trimmed
 from unisono.core.operations.work import Work
 from unisono.core.platform.memory import is_readable
@@ -284,3 +285,24 @@ def test_the_first_request_that_has_ended_is_returned() -> None:
     assert made.Testany([first, second]) == (0, True)
     assert made.Testany([first, second]) == (1, True)
     assert made.Waitany([made.of(_EndsSoon()), made.of(Ongoing())]) == 0
+
+
+class _PutInto(np.ndarray[Any, Any]):
+    """Memory of a program: while it is written, another rank puts a 7 into the public copy."""
+
+    public: Any
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        super().__setitem__(where, value)
+        self.public[2] = 7
+
+
+def test_a_put_during_a_synchronisation_is_kept() -> None:
+    """It is no change of the program, which would overwrite it at the next synchronisation."""
+    state: Any = WinState.__new__(WinState)
+    state.public, state.seen = np.array([1, 2, 3], np.uint8), np.array([1, 2, 3], np.uint8)
+    state.memory = np.array([5, 2, 3], np.uint8).view(_PutInto)
+    state.memory.public = state.public
+    state.sync()
+    state.sync()
+    assert state.public.tolist() == state.memory.tolist() == [5, 2, 7]

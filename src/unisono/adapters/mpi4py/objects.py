@@ -82,14 +82,6 @@ def sendrecv(
 # ---- collective calls of objects ----
 
 
-def _everyone(state: Any, obj: Any) -> list[Any]:
-    """Return the objects of all ranks, or of the other side."""
-    if not state.is_inter:
-        return gathered(state, obj)
-    peers = range(len(state.peers))
-    return _move_across(state, dict.fromkeys(peers, obj), peers)
-
-
 def _folded(op: Any, values: Sequence[Any]) -> Ongoing:
     """Return the reduction, without a call of the handle for each pair."""
     return Ongoing.of(_fold(getattr(op.ob, "of_objects", op) if isinstance(op, Op) else op, values))
@@ -144,8 +136,11 @@ def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing
 
 
 def allgather(state: Any, sendobj: Any) -> Ongoing:
-    """Return all objects."""
-    return Ongoing.of(_everyone(state, sendobj))
+    """Return all objects, of an inter-communicator those of the other side."""
+    if not state.is_inter:
+        return Ongoing.of(gathered(state, sendobj))
+    peers = range(len(state.peers))
+    return Ongoing.of(_move_across(state, dict.fromkeys(peers, sendobj), peers))
 
 
 def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
@@ -170,7 +165,8 @@ def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
 
 def allreduce(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
     """Return the reduction of all objects."""
-    return _folded(op, _everyone(state, sendobj))
+    values = allgather(state, sendobj).value if state.is_inter else gathered(state, sendobj)
+    return _folded(op, values)
 
 
 def scan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:

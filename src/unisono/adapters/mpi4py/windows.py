@@ -69,9 +69,10 @@ class WinState(Described):
             return
         changed = np.flatnonzero(self.memory != self.seen)
         self.public[changed] = self.memory[changed]
+        now = self.public.copy()  # a rank may put meanwhile, which is no change of the program
         if self.memory.flags.writeable:
-            self.memory[:] = self.public
-        self.seen[:] = self.public
+            self.memory[:] = now
+        self.seen[:] = now
 
     def lock(self, rank: int, which: int, shared: bool = False) -> None:
         """Take a lock of a rank's part; ends by the group's time-out."""
