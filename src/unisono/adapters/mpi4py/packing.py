@@ -123,8 +123,6 @@ def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
 
 def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, TypeMap | None]:
     if array is None or array is BOTTOM:
-        if array is None and kind is None:
-            return NONE, named["BYTE"].ob
         return NONE, named["BYTE"].ob if kind is None else kind_of(kind)
     memory, code = memory_of(array, writes)
     if kind is None:
@@ -154,6 +152,13 @@ def _inferred(length: int, kind: TypeMap | None) -> int:
             f"extent {extent}"
         )
     return number
+
+
+def _known(kind: TypeMap | None, is_used: object) -> TypeMap:
+    """Return a datatype; the null one stands for bytes where there are no elements."""
+    if kind is None and is_used:
+        raise ValueError("message: datatype is null")
+    return named["BYTE"].ob if kind is None else kind
 
 
 EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
@@ -189,11 +194,7 @@ def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
                 f"required number of blocks {blocks}"
             )
         number //= max(blocks, 1)
-    if kind is None:
-        if number:
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    return Run(memory, offset, number, kind)
+    return Run(memory, offset, number, _known(kind, number))
 
 
 def _numbers(given: Any, blocks: int) -> list[int]:
@@ -223,12 +224,8 @@ def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
         places = [operator.index(displs) * k for k in range(blocks)]
     else:
         places = _numbers(displs, blocks)
-    if kind is None:
-        if any(sizes):
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    extent = kind.extent
-    return [Run(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
+    kind = _known(kind, any(sizes))
+    return [Run(memory, p * kind.extent, n, kind) for n, p in zip(sizes, places, strict=True)]
 
 
 def vector_w(message: Any, writes: bool, blocks: int) -> list[Run]:
