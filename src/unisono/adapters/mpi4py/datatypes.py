@@ -517,6 +517,15 @@ def _lists(lengths: Sequence[int], places: Sequence[int]) -> tuple[list[int], li
     return first, second
 
 
+def kind_of(kind: Any) -> TypeMap | None:
+    """Return the layout of a datatype or type string; None for the null datatype."""
+    if isinstance(kind, Datatype):
+        return kind.ob  # type: ignore[no-any-return]
+    if isinstance(kind, str):
+        return by_code[kind].ob  # type: ignore[no-any-return]
+    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
+
+
 def typealign(kind: TypeMap) -> int:
     """Return the alignment of a datatype."""
     if kind.dtype is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, at_address, memory_of
-from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, named
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, kind_of, named
 from unisono.adapters.mpi4py.errors import PROC_NULL, require
 
 
@@ -89,15 +89,6 @@ class Run(NamedTuple):
     def slice(self, first: int, count: int) -> Run:
         """Return some of the elements."""
         return Run(self.memory, self.offset + first * self.kind.extent, count, self.kind)
-
-
-def kind_of(kind: Any) -> TypeMap | None:
-    """Return the layout of a datatype or type string; None for the null datatype."""
-    if isinstance(kind, Datatype):
-        return kind.ob  # type: ignore[no-any-return]
-    if isinstance(kind, str):
-        return by_code[kind].ob  # type: ignore[no-any-return]
-    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
 
 
 def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:

@@ -14,12 +14,12 @@ import numpy as np
 
 from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, buffer, memory_of
 from unisono.adapters.mpi4py.comm import COMM_NULL, COMM_SELF, Comm, _split
-from unisono.adapters.mpi4py.datatypes import TypeMap
+from unisono.adapters.mpi4py.datatypes import TypeMap, kind_of
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, fail, require, translated
 from unisono.adapters.mpi4py.handles import Attributes, Described, Group, Handle, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
-from unisono.adapters.mpi4py.packing import Run, kind_of, simple
+from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.base.deadline import Deadline
