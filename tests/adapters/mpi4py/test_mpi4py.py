@@ -118,6 +118,19 @@ def test_takes_the_place_of_mpi4py(tmp_path: Path, engine: str) -> None:
     assert (done.returncode, done.stdout) == (0, "1 unisono\n"), done.stderr
 
 
+def test_a_call_that_is_refused_in_a_thread_ends_the_program(tmp_path: Path) -> None:
+    """As in the executors of mpi4py.futures, for whose results their program waits."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from mpi4py import MPI\nfrom threading import Event, Thread\n"
+        "Thread(target=MPI.COMM_SELF.Spawn, daemon=True).start()\nEvent().wait(90)\n"
+    )
+    done = run(2, "-m", "unisono.mpi4py", str(program))
+    assert done.returncode == 1
+    assert "RefusedCallError: unisono.MPI has no Intracomm.Spawn" in done.stderr
+    assert "MPI.Comm.Abort(1)" in done.stderr
+
+
 def test_the_page_lists_what_is_refused() -> None:
     """The reference is what `make docs` writes."""
     text = Path("docs/reference/mpi4py.md").read_text(encoding="utf-8")

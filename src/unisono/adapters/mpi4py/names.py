@@ -374,6 +374,15 @@ def replace() -> None:
     package.get_include = lambda: ""  # type: ignore[attr-defined]
     package.get_config = dict  # type: ignore[attr-defined]
     sys.modules["mpi4py"], sys.modules["mpi4py.MPI"] = package, MPI
+    hook = threading.excepthook
+
+    def report(raised: Any) -> None:
+        hook(raised)
+        if isinstance(raised.exc_value, RefusedCallError):
+            # As by MPI's default: the program, or mpi4py.futures, may wait for the thread for ever.
+            comms.COMM_WORLD.Abort(1)
+
+    threading.excepthook = report
 
 
 def main() -> None:
