@@ -32,7 +32,7 @@ SHELVES = {
     "core": 26_470,  # 26,150, a codec in C++, peers of cores, sums of halves, what goes unencrypted
     "launcher": 3_910,  # 3,200, hosts through ssh, causes that end late
     "beyond": 7_280,  # 2,120, windows, ranks that stay, what calls may name, reshards, executors
-    "adapters": 9_280,  # 4,710, and mpi4py's names
+    "adapters": 9_120,  # 4,710, and mpi4py's names
     "testing": 1_990,  # 1,850, outcomes and asserts of processes, ranks that returned
     "workbench": 12_300,  # 8,290, replay, synthesize, one hand for the flags, turns, measurements
     "": 1_120,  # the public modules, and the module paths of torch.distributed

@@ -19,6 +19,9 @@ using Ranks = std::shared_ptr<const std::vector<int>>;
 // Set in the `info` of a receive that takes shorter messages, too.
 constexpr uint32_t kPartial = uint32_t{1} << 31;
 
+// The word of a receive that takes shorter messages with any word.
+constexpr uint32_t kRaw = ~uint32_t{0};
+
 // The tag of a receive of any tag, and the first tag that it does not take. From there on tags are
 // the library's.
 constexpr int64_t kFirstInnerTag = int64_t{1} << 62;
@@ -43,7 +46,7 @@ struct Envelope {
   // Whether a receive with this envelope may take a message.
   bool fits(const Envelope& message) const {
     const bool is_partial = (info & kPartial) != 0;
-    return (info & ~kPartial) == message.info &&
+    return (info == kRaw || (info & ~kPartial) == message.info) &&
            (is_partial ? message.nbytes <= nbytes : message.nbytes == nbytes);
   }
 };

@@ -59,5 +59,5 @@ single = [(1, False, True, False)] * 10
 with ThreadPoolExecutor(3) as pool:
     for _ in range(10):
         list(pool.map(round_of, [10] * 3, [1, 2, 3], [single] * 3))
-assert not comm.ob.started
+
 print("done")

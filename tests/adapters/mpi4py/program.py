@@ -100,6 +100,12 @@ def messages():
     same(got, rows[left])
     comm.Isend(np.ones(5), rank, 6)
     assert raised(comm.Recv, np.empty(2), rank, 6).Get_error_class() == MPI.ERR_TRUNCATE
+    for wanted in (rank, MPI.ANY_SOURCE):
+        request = comm.Issend(mine, rank, 6)
+        assert not request.Test()
+        error = raised(comm.Recv, np.empty(2), wanted, 6)
+        assert error.Get_error_class() == MPI.ERR_TRUNCATE
+        request.Wait()
     assert raised(comm.Send, mine, size).error_class == MPI.ERR_RANK
     assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
 
@@ -165,7 +171,6 @@ def planned_arguments():
         comm.Recv_init(out, left, 9),
     ]
     same(out, [-1.0] * 3)
-    assert not comm.ob.started
     planned[0].Start()
     planned[0].Wait()
     same(out, rows.sum(0))

@@ -13,8 +13,8 @@ from pathlib import Path
 _HEAD = """# mpi4py's own tests on unisono.MPI
 
 Written by `python -m tests.adapters.mpi4py.table` from what `run_suite` measured: the tests of
-mpi4py's repository, on unisono, and with mpi4py 4.1 on MPICH at 2 and 3 ranks. Other programs used
-the 2 CPUs, too (load 15 to 35). "—": not measured, or not ended in 5 to 10 minutes.
+mpi4py's repository, on unisono, and with mpi4py 4.1 on MPICH at 2 and 3 ranks, 2026-11-29. Others
+used the 2 CPUs, too (load 15 to 35). "—": not measured, or not ended in 5 to 10 minutes.
 
 | file | ranks | passed | refused by name | skipped | failed | passed on MPICH |
 |---|---|---|---|---|---|---|

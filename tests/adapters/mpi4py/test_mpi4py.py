@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from unisono import MPI, testing
 from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
 from unisono.adapters.mpi4py.requests import Ongoing, Request
+from unisono.adapters.mpi4py.windows import WinState
 from unisono.core.base.source.tracebacks import trimmed
+from unisono.core.operations.work import Work
 from unisono.core.platform.memory import is_readable
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 
@@ -113,6 +116,19 @@ def test_takes_the_place_of_mpi4py(tmp_path: Path, engine: str) -> None:
         env=os.environ | {"UNISONO_ENGINE": engine},
     )
     assert (done.returncode, done.stdout) == (0, "1 unisono\n"), done.stderr
+
+
+def test_a_call_that_is_refused_in_a_thread_ends_the_program(tmp_path: Path) -> None:
+    """As in the executors of mpi4py.futures, for whose results their program waits."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from mpi4py import MPI\nfrom threading import Event, Thread\n"
+        "Thread(target=MPI.COMM_SELF.Spawn, daemon=True).start()\nEvent().wait(90)\n"
+    )
+    done = run(2, "-m", "unisono.mpi4py", str(program))
+    assert done.returncode == 1
+    assert "RefusedCallError: unisono.MPI has no Intracomm.Spawn" in done.stderr
+    assert "MPI.Comm.Abort(1)" in done.stderr
 
 
 def test_the_page_lists_what_is_refused() -> None:
@@ -243,6 +259,29 @@ def test_a_capsule_that_was_used_is_refused() -> None:
     rename(capsule, b"dltensor")
 
 
+def _test_synchronous_sends(rank: int) -> tuple[Any, Any, int]:
+    """Test synchronous sends to this rank, of which three of four messages have been received.
+
+    Returns:
+        What Testany and then Testsome return, and how many messages another thread has to end.
+    """
+    comm = MPI.COMM_WORLD
+    with patch.object(Work, "on_end") as told:
+        requests = [comm.issend(k, rank, 5) for k in range(4)]
+        assert not MPI.Request.Testall(requests)
+        assert [comm.recv(source=rank, tag=5) for _ in range(3)] == [0, 1, 2]
+        assert not MPI.Request.Testall(requests)
+        ended = MPI.Request.Testany(requests), MPI.Request.Testsome(requests)
+        assert comm.recv(source=rank, tag=5) == 3
+        MPI.Request.Waitall(requests)
+    return *ended, told.call_count
+
+
+def test_a_synchronous_send_to_itself_needs_no_other_thread() -> None:
+    """A busy host may not run that thread for long; requests must end in their order then, too."""
+    assert testing.run(_test_synchronous_sends, 1) == [((0, True), [1, 2], 0)]
+
+
 class _EndsSoon(Ongoing):
     """A call that has ended when it is tested again."""
 
@@ -259,3 +298,24 @@ def test_the_first_request_that_has_ended_is_returned() -> None:
     assert made.Testany([first, second]) == (0, True)
     assert made.Testany([first, second]) == (1, True)
     assert made.Waitany([made.of(_EndsSoon()), made.of(Ongoing())]) == 0
+
+
+class _PutInto(np.ndarray[Any, Any]):
+    """Memory of a program: while it is written, another rank puts a 7 into the public copy."""
+
+    public: Any
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        super().__setitem__(where, value)
+        self.public[2] = 7
+
+
+def test_a_put_during_a_synchronisation_is_kept() -> None:
+    """It is no change of the program, which would overwrite it at the next synchronisation."""
+    state: Any = WinState.__new__(WinState)
+    state.public, state.seen = np.array([1, 2, 3], np.uint8), np.array([1, 2, 3], np.uint8)
+    state.memory = np.array([5, 2, 3], np.uint8).view(_PutInto)
+    state.memory.public = state.public
+    state.sync()
+    state.sync()
+    assert state.public.tolist() == state.memory.tolist() == [5, 2, 7]

@@ -66,3 +66,24 @@ def test_a_send_to_itself_needs_a_posted_receive(rank):
     dist.send(np.full(3, float(rank)), rank, tag=2)
     assert work.wait()
     assert x.tolist() == [rank] * 3
+
+
+@pytest.mark.ranks(2, kind="processes", engine="both")
+def test_a_raw_receive_takes_a_message_of_another_dtype(rank, way):
+    group = dist.group.WORLD
+    for count in (0, 5, 300_000):
+        if rank == 0:
+            dist.send(np.arange(count, dtype=np.int16), 1)
+            continue
+        x = np.full(600_001, 7, np.uint8)
+        work = group.recv(x, 0, 0, async_op=True, _partial="raw")
+        assert work.wait()
+        assert work._received() == 2 * count
+        assert (x[: 2 * count].view(np.int16) == np.arange(count, dtype=np.int16)).all()
+        assert (x[2 * count :] == 7).all()
+    if rank == 0:
+        dist.send(np.arange(9.0), 1)
+    else:
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 sent float64\[9\]"):
+            group.recv(np.empty(71, np.uint8), 0, 0, _partial="raw")
+    dist.barrier()

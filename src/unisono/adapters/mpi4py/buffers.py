@@ -42,7 +42,7 @@ class Constant:
     __index__ = __int__
 
 
-BOTTOM, IN_PLACE, AUTOMATIC = map(Constant, ("BOTTOM", "IN_PLACE", "BUFFER_AUTOMATIC"))
+BOTTOM, IN_PLACE, BUFFER_AUTOMATIC = map(Constant, ("BOTTOM", "IN_PLACE", "BUFFER_AUTOMATIC"))
 
 
 def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:

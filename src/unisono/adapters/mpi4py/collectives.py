@@ -122,14 +122,12 @@ def gather(
             return exchange(state, {root: [simple(sendbuf, False)]}, {})
         parts = parse(recvbuf, True, len(state.peers))
         return exchange(state, {}, {peer: [part] for peer, part in enumerate(parts)})
-    if state.rank != root:
-        return _call(
-            [state.group.gather(simple(sendbuf, False).pack(), None, root, async_op=state.is_async)]
-        )
-    parts = parse(recvbuf, True, state.size)
+    is_root = state.rank == root
+    parts = parse(recvbuf, True, state.size) if is_root else []
     outputs = [part.pack() for part in parts]
-    mine = outputs[root].copy() if _is_in_place(sendbuf) else simple(sendbuf, False).pack()
-    work = state.group.gather(mine, outputs, root, async_op=state.is_async)
+    is_in_place = is_root and _is_in_place(sendbuf)
+    mine = outputs[root].copy() if is_in_place else simple(sendbuf, False).pack()
+    work = state.group.gather(mine, outputs if is_root else None, root, async_op=state.is_async)
     return _call([work], _store(parts, outputs))
 
 
@@ -145,16 +143,12 @@ def scatter(
             return exchange(state, {}, {root: [simple(recvbuf, True)]})
         parts = parse(sendbuf, False, len(state.peers))
         return exchange(state, {peer: [part] for peer, part in enumerate(parts)}, {})
-    if state.rank != root:
-        part = simple(recvbuf, True)
-        output = part.pack()
-        work = state.group.scatter(output, None, root, async_op=state.is_async)
-        return _call([work], _store([part], [output]))
-    inputs = [part.pack() for part in parse(sendbuf, False, state.size)]
-    if _is_in_place(recvbuf):
-        return _call(
-            [state.group.scatter(inputs[root].copy(), inputs, root, async_op=state.is_async)]
-        )
+    inputs = None
+    if state.rank == root:
+        inputs = [part.pack() for part in parse(sendbuf, False, state.size)]
+    if inputs is not None and _is_in_place(recvbuf):
+        output = inputs[root].copy()
+        return _call([state.group.scatter(output, inputs, root, async_op=state.is_async)])
     part = simple(recvbuf, True)
     output = part.pack()
     work = state.group.scatter(output, inputs, root, async_op=state.is_async)

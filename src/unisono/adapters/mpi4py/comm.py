@@ -52,9 +52,10 @@ class Message(Handle, root=True):
     @classmethod
     def _probe(cls, comm: Comm, source: int, tag: int, status: Any, waits: bool) -> Self | None:
         state = comm.live
-        if not waits and state.probe(source, tag, False) is None:
+        call = state.recv(source, tag, lambda call, data: setattr(call, "value", data))
+        # One step: another thread could take a message that a probe has found.
+        if not waits and any(map(messages.is_absent, call.works)):
             return None
-        call = state.recv_any(source, tag, lambda call, data: setattr(call, "value", data))
         call.wait()
         if status is not None:
             status.set(*call.found)

@@ -64,6 +64,22 @@ class TypeMap(Described):
         begin = int(self.offsets.min())
         return begin, int((self.offsets + self.lengths).max()) - begin
 
+    def pieces(self, start: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return pieces (place, bytes) of the elements at `start`: a part of their data."""
+        if not nbytes or self.is_plain:
+            return [(start + offset, nbytes)] if nbytes else []
+        pieces = []
+        element, skip = divmod(offset, self.size)
+        while nbytes > 0:
+            for at, size in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
+                taken = max(min(size - skip, nbytes), 0)
+                if taken:
+                    pieces.append((start + element * self.extent + at + skip, taken))
+                nbytes -= taken
+                skip = max(skip - size, 0)
+            element += 1
+        return pieces
+
     def index(self, count: int) -> Ints:
         """Return the places of all bytes of `count` elements."""
         one = np.repeat(self.offsets - np.r_[0, np.cumsum(self.lengths)[:-1]], self.lengths)
@@ -499,6 +515,15 @@ def _lists(lengths: Sequence[int], places: Sequence[int]) -> tuple[list[int], li
         raise ValueError(f"expecting {len(first)} items, got {len(second)}")
     require(all(n >= 0 for n in first), "ERR_ARG")
     return first, second
+
+
+def kind_of(kind: Any) -> TypeMap | None:
+    """Return the layout of a datatype or type string; None for the null datatype."""
+    if isinstance(kind, Datatype):
+        return kind.ob  # type: ignore[no-any-return]
+    if isinstance(kind, str):
+        return by_code[kind].ob  # type: ignore[no-any-return]
+    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
 
 
 def typealign(kind: TypeMap) -> int:

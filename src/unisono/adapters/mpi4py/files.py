@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from unisono.adapters.mpi4py.buffers import Bytes
 from unisono.adapters.mpi4py.comm import Comm, _split
 from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, named
 from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, NUMBERS, fail, require, translated
@@ -91,49 +92,29 @@ class SharedFile(Described):
     def places(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Return pieces (place, bytes) of the file for data at an offset of the view, in bytes."""
         disp, _, kind, _ = self.view
-        if kind.is_plain:
-            return [(disp + offset, nbytes)] if nbytes else []
-        pieces, tile = [], kind.size
-        row, skip = divmod(offset, tile)
-        while nbytes > 0:
-            for at, size in zip(kind.offsets.tolist(), kind.lengths.tolist(), strict=True):
-                if skip >= size:
-                    skip -= size
-                    continue
-                taken = min(size - skip, nbytes)
-                if taken:
-                    pieces.append((disp + row * kind.extent + at + skip, taken))
-                nbytes -= taken
-                skip = 0
-                if not nbytes:
-                    break
-            row += 1
-        return pieces
+        return kind.pieces(disp, offset, nbytes)
 
     def write(self, offset: int, part: Run) -> int:
         """Write elements at an offset of the view, in bytes; return the bytes."""
-        data, at = part.pack(), 0
-        for place, size in self.places(offset, len(data)):
-            done = 0
-            while done < size:
-                done += pwrite(self.fd, data[at + done : at + size].data, place + done)
-            at += size
-        return at
+        return self._move(pwrite, offset, part.pack())
 
     def read(self, offset: int, part: Run) -> int:
         """Read elements; return the bytes, fewer at the end of the file."""
-        data, at = np.zeros(part.nbytes, np.uint8), 0
+        data = np.zeros(part.nbytes, np.uint8)
+        done = self._move(read_into, offset, data)
+        part.fill(data[:done])
+        return done
+
+    def _move(self, call: Callable[[int, Any, int], int], offset: int, data: Bytes) -> int:
+        """Move data by system calls; return the bytes, fewer if a call moves none."""
+        at = 0
         for place, size in self.places(offset, len(data)):
-            done = 0
-            while done < size:
-                got = read_into(self.fd, data[at + done : at + size].data, place + done)
-                if not got:
-                    break
-                done += got
-            at += done
-            if done < size:
-                break
-        part.fill(data[:at])
+            end = at + size
+            while at < end:
+                moved = call(self.fd, data[at:end].data, place + size - (end - at))
+                if not moved:
+                    return at
+                at += moved
         return at
 
     @property
@@ -331,12 +312,13 @@ def _move(state: SharedFile, way: str, writes: bool, offset: int, buf: Any) -> O
     elif way == "shared":
         offset = int(state.shared.fetch_add(count, 0))
     elif way == "ordered":
-        counts: list[Any] = [None] * state.comm.size
-        all_gather_object(counts, count, state.comm.group)
-        file = File.of(state)
-        base = file.Get_position_shared()
-        file._together(lambda: file._set_shared(base + sum(counts)))
-        offset = base + sum(counts[: state.comm.rank])
+        group, base = state.comm.group, np.zeros(1, np.int64)
+        counts = np.empty((state.comm.size, 1), np.int64)
+        group.all_gather_into_tensor(counts, np.array([count]))
+        if state.comm.rank == 0:
+            base[0] = state.shared.fetch_add(int(counts.sum()), 0)
+        group.broadcast(base, 0)
+        offset = int(base[0] + counts[: state.comm.rank].sum())
     try:
         done = (state.write if writes else state.read)(offset * unit, part)
     except OSError as error:

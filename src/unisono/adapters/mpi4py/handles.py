@@ -34,7 +34,7 @@ class Handle:
     """A handle; `ob` is the object, None for the null handle."""
 
     family: type = object
-    error = "ERR_ARG"
+    error, frees_predefined = "ERR_ARG", False
     ob: Any
 
     def __init_subclass__(cls, root: bool = False) -> None:
@@ -110,7 +110,8 @@ class Handle:
     def Free(self) -> None:
         """Forget the object."""
         _ = self.live
-        require((self.family, id(self.ob)) not in predefined, self.error, "predefined")
+        is_predefined = (self.family, id(self.ob)) in predefined
+        require(self.frees_predefined or not is_predefined, self.error, "predefined")
         self.ob = None
 
 
@@ -253,12 +254,7 @@ def _raise(of: Any, code: int) -> None:
 class Errhandler(Handle, root=True):
     """An error handler."""
 
-    error = "ERR_ERRHANDLER"
-
-    def Free(self) -> None:
-        """Forget the handler."""
-        _ = self.live
-        self.ob = None
+    error, frees_predefined = "ERR_ERRHANDLER", True
 
 
 ERRORS_RETURN = Errhandler.of(ErrorHandler(lambda of, code: None))
@@ -366,7 +362,7 @@ class WorldRanks(tuple[int, ...]):
 class Group(Handle, root=True):
     """An ordered set of ranks."""
 
-    error = "ERR_GROUP"
+    error, frees_predefined = "ERR_GROUP", True
 
     def Get_size(self) -> int:
         """Return the number of ranks."""
@@ -457,11 +453,6 @@ class Group(Handle, root=True):
     def Range_excl(self, ranks: Sequence[tuple[int, int, int]]) -> Self:
         """Return a group without the ranks in ranges."""
         return self.Excl(self._ranges(ranks))
-
-    def Free(self) -> None:
-        """Forget the group."""
-        _ = self.live
-        self.ob = None
 
 
 EMPTY = WorldRanks()

@@ -1,19 +1,15 @@
 """Messages between two ranks of a communicator, and its state.
 
 A message is bytes. Its dtype tells its mode: int8 asks for an answer when a receive has taken it
-(`Ssend`), uint8 does not. A receive into memory posts uint8, so that the engine refuses a message
-of int8 and drops its data. The receiver then asks the sender for them again.
-
-Receives answer in the order in which they took the messages, so that the sender knows which message
-an answer is about. An answer names the tag of the data that come again.
+(`Ssend`), uint8 does not. A receive takes both, and its answer has a tag that no receive of the
+program takes. Messages with one tag are taken in their order, so that the sender need not know
+which of them an answer is about.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
@@ -28,34 +24,26 @@ from unisono.adapters.mpi4py.errors import (
     NUMBERS,
     PROC_NULL,
     TAG_UB_VALUE,
-    fail,
     require,
     translated,
 )
 from unisono.adapters.mpi4py.handles import Described, default_group
 from unisono.adapters.mpi4py.packing import Run, simple
-from unisono.adapters.mpi4py.requests import Both, Ongoing
-from unisono.core.base.types import code_of, dtype_named
+from unisono.adapters.mpi4py.requests import Ongoing
+from unisono.core.base.types import PARTIAL, code_of, dtype_named
 from unisono.core.c10d.new_groups import _make_group, _Settings
 from unisono.core.c10d.p2p import send as _send
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import current
 from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG as ANY
-from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from unisono.errors import CollectiveTimeoutError, PeerLostError
 
 _SYNC = code_of(dtype_named("int8"))
 _ABSENT = LookupError("no message has come")
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
-_agains = itertools.count(1, 2)  # tags of data that come again; those of answers are even
-
-
-class _Started(dict["Receipt", None]):
-    """Receives that have not been taken, oldest first, and locks; the state `now` shares them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.posting, self.taking = threading.Lock(), threading.RLock()
+_ANSWERS = 2**62 + 2**60
+"""Added to a message's tag, of its answer: windows (from 2**62) do not come to these tags."""
 
 
 class CommState(Described):
@@ -81,20 +69,9 @@ class CommState(Described):
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        self.started = _Started()
+        self.turn = threading.RLock()  # `now` shares it
         self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
-
-    @functools.cached_property
-    def key(self) -> int:
-        """What tells its answers from those of other communicators."""
-        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "little") >> 1 << 30
-
-    @functools.cached_property
-    def services(self) -> ProcessGroup:
-        """The group that carries answers, for all communicators of the world."""
-        return _kept_group("MPI services")
 
     @property
     def remote(self) -> tuple[int, ...]:
@@ -150,29 +127,12 @@ class CommState(Described):
         return Ongoing() if mode == "b" else Ongoing([work])
 
     def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Ongoing:
-        services, to, key = self.services, self.channel.ranks[peer], self.key | tag
-        answer = np.zeros(1, np.int64)
-        with self.started.posting:  # the answers come in the order of the messages
-            answered = services.recv(answer, to, key << 1, async_op=True)
+        nothing = np.empty(0, np.uint8)
+        with self.turn:  # the answers come in the order of the messages
+            answered = self.channel.recv(nothing, peer, _ANSWERS + tag, async_op=True)
             sent = self.channel.send(data.view(np.int8), peer, tag, async_op=True)
-
-        lock, sent_again = threading.Lock(), []
-
-        def again() -> None:
-            with lock:
-                if answered.is_success() and answer[0]:
-                    sent_again.append(services.send(data, to, int(answer[0]), async_op=True))
-                    answer[0] = 0
-
-        def end(call: Ongoing) -> list[Work] | None:
-            raise_first(call.works)
-            again()
-            return [sent_again.pop()] if sent_again else None
-
-        # The receiver waits for the data while this program may do something else.
-        answered.on_end(again)
-        call = Ongoing([sent, answered], end)
-        call.is_own = to == services.rank()
+        call = Ongoing([sent, answered])
+        call.is_own = not self.is_inter and peer == self.rank
         return call
 
     # ---- receive --------------------------------------------------------------------------
@@ -183,54 +143,29 @@ class CommState(Described):
             return self.peers[0] if len(self.peers) == 1 else None
         return self.peers[source]
 
-    def recv(self, part: Run, source: int, tag: int) -> Ongoing:
-        """Start receiving into memory."""
+    def recv(
+        self,
+        source: int,
+        tag: int,
+        take: Callable[[Ongoing, Bytes], object],
+        part: Run | None = None,
+    ) -> Ongoing:
+        """Start receiving into memory, or a message of any size; `take` gets its bytes."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
-        into = part.pack()
-        return self._began(
-            source,
-            tag,
-            functools.partial(self.channel.recv, into, _partial=True),
-            lambda work: Receipt(self, work, into, part.store),
-        )
-
-    def recv_any(self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None]) -> Ongoing:
-        """Start receiving a message of any size; `take` gets its bytes at the end."""
-        self.check(source, tag, receives=True)
-        if source == PROC_NULL or self.rehearses:
-            return _from_nowhere()
-
-        def make(work: Work) -> Receipt:
-            call = Receipt(self, work, None, lambda data: take(call, data))
-            return call
-
-        return self._began(source, tag, self.channel.recv_array, make)
-
-    def _began(
-        self, source: int, tag: int, start: Callable[..., Any], make: Callable[[Work], Receipt]
-    ) -> Receipt:
-        peer, wanted = self._from(source), ANY if tag == ANY_TAG else tag
-        with translated(), self.started.posting:
-            call = make(start(peer, wanted, async_op=True))
-            call.asked = None if peer is None else self.channel.ranks[peer], wanted
-            self.started[call] = None
+        place = self._from(source), ANY if tag == ANY_TAG else tag
+        with translated():
+            if part is None:
+                into, work = None, self.channel.recv_array(*place, async_op=True)
+            else:
+                into = part.pack()
+                work = self.channel.recv(into, *place, async_op=True, _partial="raw")
+        call = Receipt(self, work, into, take)
         if self.is_async:
             # The sender may wait for the answer while this program does something else.
-            call.works[0].on_end(call.take)
+            work.on_end(call.answer)
         return call
-
-    def answer(self, source: int, tag: int, again: int) -> None:
-        """Tell the sender of a synchronous message that a receive has taken it.
-
-        Args:
-            source: The sender.
-            tag: Of the message.
-            again: Tag for its data, which are to come again; 0 if they need not.
-        """
-        key = (self.key | tag) << 1
-        self.services.send(np.array([again], np.int64), source, key, async_op=True)
 
     def both(
         self,
@@ -244,12 +179,12 @@ class CommState(Described):
         self.check(dest, tag)
         received = receive()
         try:
-            call = Both(received, self.send(data, dest, tag, "i"))
-            call.status = status
-            return call
+            received.works += self.send(data, dest, tag, "i").works
         except BaseException:
             received.cancel()
             raise
+        received.status = status
+        return received
 
     def probe(self, source: int, tag: int, waits: bool) -> tuple[int, int, int] | None:
         """Return source, tag and bytes of a message, or None if none has come."""
@@ -259,30 +194,18 @@ class CommState(Described):
         wanted = ANY if tag == ANY_TAG else tag
         with translated():
             work = self.channel.probe(self._from(source), wanted, async_op=not waits)
-            if not waits and not work.is_completed():
-                # With an error of its own: a time-out asks the other ranks what they do.
-                pending: Any = work._pending
-                pending._comm.transport.messages.cancel(pending, _ABSENT)
-                work.cancel()
-                if not work.is_success():
-                    return None
-            if not waits and isinstance(work.exception(), PeerLostError):
-                # A rank that has freed the communicator sends nothing more; a receive says so.
+            if not waits and is_absent(work):
                 return None
             raise_first([work])
         found = work.result()[0]
         return self.place[found.source], found.tag, found.nbytes
 
 
-def _kept_group(name: str) -> ProcessGroup:
-    """Return the group of a name, of all ranks or of this one; no rank waits for another."""
-    default, kept = default_group(), current().kept
-    with kept.setdefault("MPI lock", threading.RLock()):
-        if name not in kept:
-            ranks = default.ranks if name == "MPI services" else (default.ranks[default.rank()],)
-            settings = _Settings(None, None, None, name)
-            kept[name] = _make_group(default, tuple(ranks), name.replace(" ", "/"), settings)
-        return cast("ProcessGroup", kept[name])
+def _own_group() -> ProcessGroup:
+    """Return the group of this rank alone."""
+    default = default_group()
+    settings = _Settings(None, None, None, "MPI self")
+    return _make_group(default, (default.ranks[default.rank()],), "MPI/self", settings)
 
 
 class Predefined:
@@ -307,7 +230,7 @@ class Predefined:
         with kept.setdefault("MPI lock", threading.RLock()):
             if self.name not in kept:
                 alone = self.name == "MPI_COMM_SELF"
-                state = CommState(_kept_group("MPI self") if alone else world)
+                state = CommState(_own_group() if alone else world)
                 state.name = self.name
                 state.attributes |= {
                     NUMBERS["TAG_UB"]: TAG_UB_VALUE,
@@ -334,98 +257,57 @@ class Receipt(Ongoing):
         state: Of the communicator.
         work: The engine's receive.
         into: The memory; None: the engine makes it.
-        store: Gets the bytes that were received.
+        take: Gets the bytes that were received.
     """
 
+    is_answered = False
+
     def __init__(
-        self, state: CommState, work: Work, into: Bytes | None, store: Callable[[Bytes], None]
+        self,
+        state: CommState,
+        work: Work,
+        into: Bytes | None,
+        take: Callable[[Ongoing, Bytes], object],
     ) -> None:
         super().__init__([work], self._end)
-        self._state, self._into, self._store = state, into, store
-        self._work = work
-        self.asked: tuple[int | None, int] = None, ANY
-        self.is_taken = False
-        # Of a synchronous message that has to come again.
-        self._again: tuple[Work, Bytes] | None = None
+        self._state, self._work, self._into, self._take = state, work, into, take
 
-    def take(self) -> Work | None:
-        """Answer a synchronous message, once; return what has to end before, or None.
-
-        Called on the thread that ends the receive, and later if it could not answer there.
-        """
-        if self._work.is_completed():
-            with self._state.started.taking:
-                if not self.is_taken:
-                    found = self._synchronous()
-                    if found is not None and (earlier := self._earlier(*found)) is not None:
-                        earlier.on_end(self.take)
-                        return earlier
-                    self._take(found)
-        return None
-
-    def _synchronous(self) -> tuple[int, int] | None:
-        """Return source and tag of a synchronous message."""
-        work = self._work
-        if self._into is None:
-            if work.is_success() and work.result()[0].dtype == np.int8:
-                return work.source_rank(), work.tag()
-        elif isinstance(work.exception(), CollectiveMismatchError):
-            pending: Any = work._pending
-            if pending.info & ~(1 << 31) == _SYNC:
-                return pending.peer, pending.tag[1]
-        return None
-
-    def _earlier(self, source: int, tag: int) -> Work | None:
-        """Return a receive that took an earlier such message, and whose end is not known yet."""
-        for earlier in list(self._state.started):
-            if earlier is self:
-                break
-            earlier.take()
-            of, with_tag = earlier.asked
-            if not earlier.is_taken and of in (None, source) and with_tag in (ANY, tag):
-                return earlier._work
-        return None
-
-    def _take(self, found: tuple[int, int] | None) -> None:
-        state = self._state
-        self.is_taken = True
-        state.started.pop(self, None)
-        if found is None:
-            return
-        (source, tag), again = found, 0
-        if self._into is not None:
-            pending: Any = self._work._pending
-            size, again = pending.nbytes, next(_agains)
-            data = self._into[:size] if size <= len(self._into) else np.empty(size, np.uint8)
-            self._again = state.services.recv(data, source, again, async_op=True), data
-            self.found = state.place[source], tag, size
-        state.answer(source, tag, again)
+    def answer(self) -> None:
+        """Tell the sender of a synchronous message, once, that this receive has taken it."""
+        state, message = self._state, cast("Any", self._work._pending)
+        with state.turn:  # a second thread waits until the answer is sent
+            if message.info & ~PARTIAL == _SYNC and not self.is_answered:
+                self.is_answered = True
+                to, tag = state.peers[state.place[message.peer]], _ANSWERS + message.tag[1]
+                state.channel.send(np.empty(0, np.uint8), to, tag, async_op=True)
 
     def cancel(self) -> None:
         """End a receive that has taken no message."""
         if not self.test():
             self._work.cancel()
-            if isinstance(self._work.exception(), CollectiveTimeoutError):
-                self.take()
-                self.is_done = self.is_cancelled = True
+            self.is_done = self.is_cancelled = isinstance(
+                self._work.exception(), CollectiveTimeoutError
+            )
 
-    def _end(self, call: Ongoing) -> list[Work] | None:
-        if (earlier := self.take()) is not None:
-            return [earlier]
+    def _end(self, call: Ongoing) -> None:
+        self.answer()
         work, into = self._work, self._into
-        if self._again is not None:
-            work, data = self._again
-            if work is not self.works[0]:
-                return [work]
-            raise_first([work])
-            if into is not None and len(data) > len(into):
-                fail("ERR_TRUNCATE", f"{len(data)} bytes for {len(into)}")
-        else:
-            raise_first([work])
-            data = work.result()[0].view(np.uint8) if into is None else into[: work._received()]
-            self.found = self._state.place[work.source_rank()], work.tag(), len(data)
-        self._store(data)
-        return None
+        raise_first(call.works)
+        data = work.result()[0].view(np.uint8) if into is None else into[: work._received()]
+        self.found = self._state.place[work.source_rank()], work.tag(), len(data)
+        self._take(call, data)
+
+
+def is_absent(work: Work) -> bool:
+    """Return whether there is no message for a receive or probe, which is then no more."""
+    if work.is_completed():
+        # A rank that has freed the communicator sends nothing more; a receive says so.
+        return isinstance(work.exception(), PeerLostError)
+    # With an error of its own: a time-out asks the other ranks what they do.
+    pending: Any = work._pending
+    pending._comm.transport.messages.cancel(pending, _ABSENT)
+    work.cancel()
+    return not work.is_success()
 
 
 # ---- the calls for arrays ----
@@ -449,9 +331,13 @@ def recv(
     status: Any = None,
 ) -> Ongoing:
     """Receive into an array."""
-    call = state.recv(simple(buf, True, source), source, tag)
+    call = _received(state, simple(buf, True, source), source, tag)
     call.status = status
     return call
+
+
+def _received(state: CommState, part: Run, source: int, tag: int) -> Ongoing:
+    return state.recv(source, tag, lambda call, data: part.store(data), part)
 
 
 def sendrecv(
@@ -466,7 +352,7 @@ def sendrecv(
 ) -> Ongoing:
     """Send and receive."""
     data, part = simple(sendbuf, False, dest).pack(), simple(recvbuf, True, source)
-    return state.both(data, dest, sendtag, lambda: state.recv(part, source, recvtag), status)
+    return state.both(data, dest, sendtag, lambda: _received(state, part, source, recvtag), status)
 
 
 def sendrecv_replace(
@@ -480,7 +366,7 @@ def sendrecv_replace(
 ) -> Ongoing:
     """Send an array, and receive into it."""
     data, part = simple(buf, False, dest).pack().copy(), simple(buf, True, source)
-    return state.both(data, dest, sendtag, lambda: state.recv(part, source, recvtag), status)
+    return state.both(data, dest, sendtag, lambda: _received(state, part, source, recvtag), status)
 
 
 def _from_nowhere() -> Ongoing:

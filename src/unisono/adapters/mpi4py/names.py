@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 import unisono
-from unisono.adapters.mpi4py import comm as comms
 from unisono.adapters.mpi4py import (
+    buffers,
+    datatypes,
     errors,
     files,
     handles,
@@ -25,11 +26,12 @@ from unisono.adapters.mpi4py import (
     topology,
     windows,
 )
+from unisono.adapters.mpi4py import comm as comms
 from unisono.adapters.mpi4py.buffers import (
-    AUTOMATIC,
     BOTTOM,
+    BUFFER_AUTOMATIC,
     IN_PLACE,
-    Pickle,
+    Constant,
     buffer,
     memory_of,
     pickle,
@@ -55,8 +57,9 @@ _state = {"level": errors.NUMBERS["THREAD_MULTIPLE"]}
 _attached: list[Any] = []
 _CLASSES = (
     "Comm Intracomm Intercomm Topocomm Cartcomm Graphcomm Distgraphcomm Message Request Prequest "
-    "Grequest Status Group Info Errhandler Win File"
+    "Grequest Status Group Info Errhandler Win File Datatype Op Pickle buffer"
 )
+_CONSTANTS = Constant, topology.Weights
 _ERROR_CALLS = (
     "get_error_class get_error_string add_error_class add_error_code add_error_string "
     "remove_error_class remove_error_code remove_error_string"
@@ -103,7 +106,7 @@ def _attach_buffer(buf: Any) -> None:
 
 
 def _as_detached(buf: Any) -> Any:
-    return buf if buf is AUTOMATIC or buf is None else buffer.frombuffer(buf)
+    return buf if buf is BUFFER_AUTOMATIC or buf is None else buffer.frombuffer(buf)
 
 
 def _done() -> Request:
@@ -236,35 +239,24 @@ def all_names() -> dict[str, Any]:
     """Return every name of the module."""
     names: dict[str, Any] = {**errors.NUMBERS, **errors.ERRORS, **named, **OPS}
     names |= FUNCTIONS
-    for module in (comms, topology, handles, requests, windows, files):
-        for name, value in vars(module).items():
-            if (
-                isinstance(value, type)
-                and value.__module__ == module.__name__
-                and name in _CLASSES.split()
-            ):
+    modules = (comms, topology, handles, requests, windows, files, datatypes, buffers)
+    for each in (globals(), *map(vars, modules)):
+        for name, value in each.items():
+            is_constant = name.isupper() and isinstance(value, (handles.Handle, *_CONSTANTS))
+            if is_constant or (isinstance(value, type) and name in _CLASSES.split()):
                 names[name] = value
     names |= {
         "ERR_LASTCODE": errors.ERR_LASTCODE,
-        **{"Datatype": Datatype, "Op": Op, "Exception": errors.Exception, "buffer": buffer},
-        **{"memory": buffer, "BOTTOM": BOTTOM, "IN_PLACE": IN_PLACE, "BUFFER_AUTOMATIC": AUTOMATIC},
+        **{"Exception": errors.Exception, "memory": buffer},
         **{"BottomType": type(BOTTOM), "InPlaceType": type(IN_PLACE)},
-        **{"DATATYPE_NULL": Datatype(), "OP_NULL": Op(), "INFO_NULL": Info()},
-        **{"GROUP_NULL": Group(), "GROUP_EMPTY": Group.of(EMPTY), "REQUEST_NULL": Request()},
-        **{"ERRHANDLER_NULL": handles.Errhandler(), "ERRORS_RETURN": handles.ERRORS_RETURN},
-        **{"ERRORS_ARE_FATAL": ERRORS_ARE_FATAL, "ERRORS_ABORT": ERRORS_ABORT},
-        **{"COMM_NULL": comms.COMM_NULL, "MESSAGE_NULL": comms.MESSAGE_NULL},
-        **{"MESSAGE_NO_PROC": comms.MESSAGE_NO_PROC, "WIN_NULL": windows.Win()},
-        **{"FILE_NULL": files.FILE_NULL, "UNWEIGHTED": topology.UNWEIGHTED},
-        **{"WEIGHTS_EMPTY": topology.WEIGHTS_EMPTY},
+        **{"OP_NULL": Op(), "INFO_NULL": Info(), "GROUP_NULL": Group()},
+        **{"GROUP_EMPTY": Group.of(EMPTY), "ERRHANDLER_NULL": handles.Errhandler()},
         "INFO_ENV": Info.Create({"command": ""}),
-        "Pickle": Pickle,
         "pickle": pickle,
         **{name: globals()[name] for name in _PRIVATE.split()},
         "_typedict": by_code,
         "_typedict_c": {k: v for k, v in by_code.items() if len(k) == 1},
         "_typedict_f": {},
-        **{"COMM_WORLD": comms.COMM_WORLD, "COMM_SELF": comms.COMM_SELF},
     }
     names |= _refuse()
     for name, value in names.items():
@@ -382,6 +374,15 @@ def replace() -> None:
     package.get_include = lambda: ""  # type: ignore[attr-defined]
     package.get_config = dict  # type: ignore[attr-defined]
     sys.modules["mpi4py"], sys.modules["mpi4py.MPI"] = package, MPI
+    hook = threading.excepthook
+
+    def report(raised: Any) -> None:
+        hook(raised)
+        if isinstance(raised.exc_value, RefusedCallError):
+            # As by MPI's default: the program, or mpi4py.futures, may wait for the thread for ever.
+            comms.COMM_WORLD.Abort(1)
+
+    threading.excepthook = report
 
 
 def main() -> None:

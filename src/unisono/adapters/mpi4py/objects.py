@@ -59,7 +59,7 @@ def _received(state: Any, buf: Any, source: int, tag: int) -> Ongoing:
             fail("ERR_TRUNCATE", f"{len(data)} bytes for {most}")
         call.value = pickle.loads(data) if len(data) else None
 
-    call: Ongoing = state.recv_any(source, tag, take)
+    call: Ongoing = state.recv(source, tag, take)
     return call
 
 
@@ -80,14 +80,6 @@ def sendrecv(
 
 
 # ---- collective calls of objects ----
-
-
-def _everyone(state: Any, obj: Any) -> list[Any]:
-    """Return the objects of all ranks, or of the other side."""
-    if not state.is_inter:
-        return gathered(state, obj)
-    peers = range(len(state.peers))
-    return _move_across(state, dict.fromkeys(peers, obj), peers)
 
 
 def _folded(op: Any, values: Sequence[Any]) -> Ongoing:
@@ -144,8 +136,11 @@ def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing
 
 
 def allgather(state: Any, sendobj: Any) -> Ongoing:
-    """Return all objects."""
-    return Ongoing.of(_everyone(state, sendobj))
+    """Return all objects, of an inter-communicator those of the other side."""
+    if not state.is_inter:
+        return Ongoing.of(gathered(state, sendobj))
+    peers = range(len(state.peers))
+    return Ongoing.of(_move_across(state, dict.fromkeys(peers, sendobj), peers))
 
 
 def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
@@ -153,12 +148,8 @@ def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
     given = _items(sendobj, len(state.peers))
     if state.is_inter:
         return Ongoing.of(_move_across(state, dict(enumerate(given)), range(len(given))))
-    packets = [bytes_of(each) for each in given]
-    sizes, mine = np.empty(len(given), np.int64), np.array([len(p) for p in packets], np.int64)
-    state.group.all_to_all_single(sizes, mine)
-    outs = [np.empty(n, np.uint8) for n in sizes]
-    state.group.all_to_all(outs, packets)
-    return Ongoing.of([pickle.loads(out) for out in outs])
+    found = _moved(given, len(given), lambda ins, outs: state.group.all_to_all(outs, ins))
+    return Ongoing.of(found)
 
 
 def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
@@ -174,7 +165,8 @@ def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
 
 def allreduce(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
     """Return the reduction of all objects."""
-    return _folded(op, _everyone(state, sendobj))
+    values = allgather(state, sendobj).value if state.is_inter else gathered(state, sendobj)
+    return _folded(op, values)
 
 
 def scan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
@@ -191,13 +183,12 @@ def exscan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
 def neighbor_alltoall(state: Any, sendobj: Any) -> Ongoing:
     """Return one object of each neighbour."""
     sources, targets = (len(each) for each in state.topology.edges(state))
-    packets = [bytes_of(each) for each in _items(sendobj, targets)]
-    sizes, mine = np.full(sources, -1), np.array([len(p) for p in packets], np.int64)
-    collectives.neighbor_alltoall(state, mine, sizes).wait()
-    outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
-    collectives._neighbors(state, [_raw(p) for p in packets], [_raw(o) for o in outs]).wait()
-    found = [pickle.loads(o) if n >= 0 else None for o, n in zip(outs, sizes, strict=True)]
-    return Ongoing.of(found)
+    given = _items(sendobj, targets)
+
+    def move(ins: Sequence[Bytes], outs: Sequence[Bytes]) -> None:
+        collectives._neighbors(state, [*map(_raw, ins)], [*map(_raw, outs)]).wait()
+
+    return Ongoing.of(_moved(given, sources, move))
 
 
 def neighbor_allgather(state: Any, sendobj: Any) -> Ongoing:
@@ -234,14 +225,25 @@ def gathered(state: Any, obj: Any) -> list[Any]:
     return [pickle.loads(out) for out in outs]
 
 
+def _moved(
+    given: Sequence[Any], count: int, move: Callable[[list[Bytes], list[Bytes]], object]
+) -> list[Any]:
+    """Move objects, first their sizes; return those that come, None where none does."""
+    packets = [bytes_of(each) for each in given]
+    sizes = np.full((count, 1), -1)
+    move([np.array([len(p)]).view(np.uint8) for p in packets], [*sizes.view(np.uint8)])
+    outs = [np.empty(max(n, 0), np.uint8) for n in sizes[:, 0].tolist()]
+    move(packets, outs)
+    return [pickle.loads(out) if len(out) else None for out in outs]
+
+
 def _move_across(state: Any, to: dict[int, Any], sources: Iterable[int]) -> list[Any]:
     """Send objects to ranks of the other side; return those that some of them send."""
-    packets = {peer: bytes_of(obj) for peer, obj in to.items()}
-    sizes = {peer: np.array([len(p)], np.int64).view(np.uint8) for peer, p in packets.items()}
-    outs = {peer: np.zeros(8, np.uint8) for peer in sources}
-    for sends in (sizes, packets):
-        if sends is packets:
-            outs = {k: np.empty(int(out.view(np.int64)[0]), np.uint8) for k, out in outs.items()}
-        raw = [{k: [_raw(data)] for k, data in each.items()} for each in (sends, outs)]
-        collectives.exchange(state, *raw).wait()
-    return [pickle.loads(out) for out in outs.values()]
+    peers = list(sources)
+
+    def move(ins: Sequence[Bytes], outs: Sequence[Bytes]) -> None:
+        sends = {peer: [_raw(data)] for peer, data in zip(to, ins, strict=True)}
+        recvs = {peer: [_raw(data)] for peer, data in zip(peers, outs, strict=True)}
+        collectives.exchange(state, sends, recvs).wait()
+
+    return _moved([*to.values()], len(peers), move)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, at_address, memory_of
-from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, named
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, kind_of, named
 from unisono.adapters.mpi4py.errors import PROC_NULL, require
 
 
@@ -91,15 +91,6 @@ class Run(NamedTuple):
         return Run(self.memory, self.offset + first * self.kind.extent, count, self.kind)
 
 
-def kind_of(kind: Any) -> TypeMap | None:
-    """Return the layout of a datatype or type string; None for the null datatype."""
-    if isinstance(kind, Datatype):
-        return kind.ob  # type: ignore[no-any-return]
-    if isinstance(kind, str):
-        return by_code[kind].ob  # type: ignore[no-any-return]
-    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
-
-
 def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
     """Return array, counts, displacements and datatype of an argument."""
     if not isinstance(message, (list, tuple)):
@@ -123,8 +114,6 @@ def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
 
 def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, TypeMap | None]:
     if array is None or array is BOTTOM:
-        if array is None and kind is None:
-            return NONE, named["BYTE"].ob
         return NONE, named["BYTE"].ob if kind is None else kind_of(kind)
     memory, code = memory_of(array, writes)
     if kind is None:
@@ -154,6 +143,13 @@ def _inferred(length: int, kind: TypeMap | None) -> int:
             f"extent {extent}"
         )
     return number
+
+
+def _known(kind: TypeMap | None, is_used: object) -> TypeMap:
+    """Return a datatype; the null one stands for bytes where there are no elements."""
+    if kind is None and is_used:
+        raise ValueError("message: datatype is null")
+    return named["BYTE"].ob if kind is None else kind
 
 
 EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
@@ -189,11 +185,7 @@ def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
                 f"required number of blocks {blocks}"
             )
         number //= max(blocks, 1)
-    if kind is None:
-        if number:
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    return Run(memory, offset, number, kind)
+    return Run(memory, offset, number, _known(kind, number))
 
 
 def _numbers(given: Any, blocks: int) -> list[int]:
@@ -223,12 +215,8 @@ def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
         places = [operator.index(displs) * k for k in range(blocks)]
     else:
         places = _numbers(displs, blocks)
-    if kind is None:
-        if any(sizes):
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    extent = kind.extent
-    return [Run(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
+    kind = _known(kind, any(sizes))
+    return [Run(memory, p * kind.extent, n, kind) for n, p in zip(sizes, places, strict=True)]
 
 
 def vector_w(message: Any, writes: bool, blocks: int) -> list[Run]:

@@ -28,6 +28,10 @@ Finish = Callable[["Ongoing"], "list[Work] | None"]
 EMPTY = ANY_SOURCE, ANY_TAG, 0
 
 
+def _moment() -> Deadline:
+    return Deadline(0.0005)
+
+
 class Ongoing:
     """A call under way.
 
@@ -72,17 +76,20 @@ class Ongoing:
 
     def test(self) -> bool:
         """Return whether the call has ended; goes on with it."""
-        if self.is_own:
-            self.wait_a_moment()  # only this process can end it, and the program may only test
-        while not self.is_done and all(work.is_completed() for work in self.works):
+        while not self.is_done and all(map(self._has_ended, self.works)):
             self._step()
         return self.is_done
+
+    def _has_ended(self, work: Work) -> bool:
+        # Only this process can end it. A thread that waits sees the end itself, so that ends come
+        # in the order of the messages, and without another thread.
+        return work._pending.wait_or_expire(_moment()) if self.is_own else work.is_completed()
 
     def wait_a_moment(self) -> bool:
         """Wait a little for the first work that has not ended; return whether there is one."""
         for work in self.works:
             if not work.is_completed():
-                work._pending.wait_or_expire(Deadline(0.0005))
+                work._pending.wait_or_expire(_moment())
                 return True
         return False
 
@@ -114,31 +121,6 @@ class Ongoing:
 
     def cancel(self) -> None:
         """Do nothing: what was sent can be received."""
-
-
-class Both(Ongoing):
-    """A call that ends with a receive and a send."""
-
-    def __init__(self, received: Ongoing, sent: Ongoing) -> None:
-        super().__init__([*received.works, *sent.works])
-        self._received, self._sent = received, sent
-
-    def test(self) -> bool:
-        """Return whether both have ended."""
-        done = self._received.test()
-        self.is_done = self._sent.test() and done
-        self._take()
-        return self.is_done
-
-    def wait(self, name: str = "") -> None:
-        """Wait for both."""
-        self._received.wait(name)
-        self._sent.wait(name)
-        self.is_done = True
-        self._take()
-
-    def _take(self) -> None:
-        self.found, self.value = self._received.found, self._received.value
 
 
 class Persistent:
@@ -231,11 +213,6 @@ class Request(Handle, root=True):
             call.cancel()
 
     cancel = Cancel
-
-    def Free(self) -> None:
-        """Forget the request; the call goes on."""
-        _ = self.live
-        self.ob = None
 
     # ---- several --------------------------------------------------------------------------
 

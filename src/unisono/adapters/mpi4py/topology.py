@@ -458,37 +458,26 @@ class Intercomm(Comm):
             made = CommState(_split(state.channel, 0, key))
         return Intracomm.of(made)
 
-    def _remote_list(self, value: Any) -> list[Any]:
-        return list(allgather(self.live, value).value)
-
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         """Return an inter-communicator of the ranks of one color on both sides."""
         state = self.live
-        undefined = color == NUMBERS["UNDEFINED"]
-        color = -1 if undefined else color
-        me = state.group.ranks[state.rank]
-        theirs = self._remote_list((color, key, me))
-        with translated():
-            group = _split(state.group, color, key)
+        color = -1 if color == NUMBERS["UNDEFINED"] else color
+        theirs = allgather(state, (color, key, state.group.ranks[state.rank])).value
         others = [r for c, _, r in sorted(theirs, key=lambda e: e[1]) if c == color]
-        if group is None or not others:
-            return Intercomm.of(None)
-        with translated():
-            return Intercomm.of(InterState(group, others))
+        return self._between(color, key, others)
 
     def Create(self, group: Group) -> Comm:
         """Return an inter-communicator of a group on each side."""
         state, ranks = self.live, tuple(group.live)
         me = state.group.ranks[state.rank]
-        theirs = self._remote_list(ranks)
-        inside = me in ranks
+        others = max(allgather(state, ranks).value, key=len, default=())
+        return self._between(*((0, ranks.index(me)) if me in ranks else (-1, 0)), others)
+
+    def _between(self, color: int, key: int, others: Sequence[int]) -> Intercomm:
+        """Return an inter-communicator of the ranks of a color here, and of others."""
         with translated():
-            made = _split(state.group, 0 if inside else -1, ranks.index(me) if inside else 0)
-        others = max(theirs, key=len, default=())
-        if made is None or not others:
-            return Intercomm.of(None)
-        with translated():
-            return Intercomm.of(InterState(made, others))
+            made = _split(self.live.group, color, key)
+            return Intercomm.of(None if made is None or not others else InterState(made, others))
 
     def _plain(self, state: Any) -> Comm:
         return Intercomm.of(state)

@@ -7,19 +7,19 @@ each synchronisation moves what this rank has changed there, and what others hav
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, buffer, memory_of
 from unisono.adapters.mpi4py.comm import COMM_NULL, COMM_SELF, Comm, _split
-from unisono.adapters.mpi4py.datatypes import TypeMap
+from unisono.adapters.mpi4py.datatypes import TypeMap, kind_of
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, fail, require, translated
 from unisono.adapters.mpi4py.handles import Attributes, Described, Group, Handle, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
-from unisono.adapters.mpi4py.packing import Run, kind_of, simple
+from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.base.deadline import Deadline
@@ -69,9 +69,10 @@ class WinState(Described):
             return
         changed = np.flatnonzero(self.memory != self.seen)
         self.public[changed] = self.memory[changed]
+        now = self.public.copy()  # a rank may put meanwhile, which is no change of the program
         if self.memory.flags.writeable:
-            self.memory[:] = self.public
-        self.seen[:] = self.public
+            self.memory[:] = now
+        self.seen[:] = now
 
     def lock(self, rank: int, which: int, shared: bool = False) -> None:
         """Take a lock of a rank's part; ends by the group's time-out."""
@@ -123,7 +124,7 @@ class _Target:
                 kind = kind_of(words[2]) or kind
         self.kind: TypeMap = kind
         self.offset = disp * unit
-        self.pieces = list(_pieces(kind, count, self.offset))
+        self.pieces = kind.pieces(self.offset, 0, count * kind.size)
         ends = [at + n for at, n in self.pieces]
         require(disp >= 0 and all(at >= 0 for at, _ in self.pieces), "ERR_DISP", f"{disp}")
         require(not ends or max(ends) <= size, "ERR_RMA_RANGE", f"{max(ends, default=0)} of {size}")
@@ -159,16 +160,6 @@ class _Target:
         finally:
             state.unlock(self.rank, _UPDATE)
         return before
-
-
-def _pieces(kind: TypeMap, count: int, offset: int) -> Iterator[tuple[int, int]]:
-    if kind.is_plain:
-        if count * kind.size:
-            yield offset, count * kind.size
-        return
-    for element in range(count):
-        for at, size in zip(kind.offsets.tolist(), kind.lengths.tolist(), strict=True):
-            yield offset + element * kind.extent + at, size
 
 
 class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[misc]
@@ -366,7 +357,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         for rank in sends:
             comm.send(np.empty(0, np.uint8), rank, tag, "b")
         for rank in recvs:
-            comm.now.recv_any(rank, tag, lambda call, data: None).wait()
+            comm.now.recv(rank, tag, lambda call, data: None).wait()
 
     def _ranks(self, group: Group) -> list[int]:
         return [self.live.comm.group.ranks.index(rank) for rank in group.live]

@@ -63,7 +63,7 @@ class CallOptions(NamedTuple):
             operation's name, and it must be equal on all ranks.
         deterministic: Reduce in the order of ranks.
         split_sizes: Rows of dimension 0 of each rank if the parts differ; equal parts if None.
-        partial: A receive takes shorter messages, too.
+        partial: A receive takes shorter messages, too; "raw": also of another dtype.
         prepare: Set `Pending.prepared`.
     """
 
@@ -73,7 +73,7 @@ class CallOptions(NamedTuple):
     label: str | None = None
     deterministic: bool = False
     split_sizes: Sequence[int] | None = None
-    partial: bool = False
+    partial: bool | str = False
     prepare: bool = False
 
 

@@ -15,7 +15,7 @@ from unisono.core.backends.api import CallOptions, DeviceBackend, Pending
 from unisono.core.base.buffers import as_bytes, view
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.threads.completion import Completion
-from unisono.core.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, numpy_dtype
+from unisono.core.base.types import code_of, dtype_of_code, dtype_of_numpy, numpy_dtype, word_of
 from unisono.core.engines import Communicator
 from unisono.core.engines.errors import MessageCall, message_error
 from unisono.core.recorder import number_of_kind, write_after_failure
@@ -150,8 +150,8 @@ class MessageBackend(DeviceBackend):
     def recv(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
         """Start receiving into `tensor`, from a rank of the group or from any."""
         data = view(tensor, write=True)
-        info = code_of(data.dtype) | (PARTIAL if options.partial else 0)
-        return self._receive("recv", peer, tag, options, data, as_bytes(data.array), info)
+        word = word_of(data.dtype, options.partial)
+        return self._receive("recv", peer, tag, options, data, as_bytes(data.array), word)
 
     def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
         """Start receiving into `tensor`, from any rank."""

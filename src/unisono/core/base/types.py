@@ -286,10 +286,18 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
 PARTIAL = 1 << 31
 """Added to the number of a dtype by a receive that takes shorter messages, too."""
 
+RAW = 2 * PARTIAL - 1
+"""In place of that sum: a receive that takes shorter messages, of any dtype."""
+
 
 def code_of(dtype: DType) -> int:
     """Return the number that stands for a dtype in a message; equal in every process."""
     return zlib.crc32(dtype.name.encode()) & ~PARTIAL
+
+
+def word_of(dtype: DType, partial: bool | str) -> int:
+    """Return the word of a receive into memory of a dtype."""
+    return RAW if partial == "raw" else code_of(dtype) | (PARTIAL if partial else 0)
 
 
 _BY_CODE = {code_of(dtype): dtype for dtype in _BY_NAME.values()}

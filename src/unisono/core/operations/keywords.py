@@ -35,13 +35,13 @@ class How(CallKeywords, total=False):
     Attributes:
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.
-        _partial: Receive shorter messages, too.
+        _partial: Receive shorter messages, too; "raw": also of another dtype.
         _learn: C++ gets what `Engine.prepare` returns for the call; see `methods.in_cpp`.
     """
 
     async_op: bool
     _label: str | None
-    _partial: bool
+    _partial: bool | str
     _learn: Callable[[object], object]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.threads.completion import Pending
-from unisono.core.base.types import PARTIAL
+from unisono.core.base.types import PARTIAL, RAW
 from unisono.core.transports.messages import ANY_TAG, Arrival, Failure, Key, LinkDown, Purpose
 
 Tag = tuple[Purpose, int]
@@ -120,6 +120,8 @@ class Transfer(Pending):
             except (MemoryError, OverflowError, ValueError):
                 return False
             return True
+        if self.info == RAW:
+            self.info = info | PARTIAL
         if self.info & PARTIAL and self.info & ~PARTIAL == info and nbytes < self.into.nbytes:
             self.into = self.into[:nbytes]
         return self.into.nbytes == nbytes and self.info & ~PARTIAL == info
