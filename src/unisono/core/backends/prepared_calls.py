@@ -137,7 +137,7 @@ class ProgramMaker(Protocol):
 
     name: str
     shares_memory: bool
-    ranks_per_host: int
+    local: int
     has_collectives: bool
     most_moved: int
 
@@ -174,7 +174,7 @@ class PreparedCalls:
         self._engine = engine
         self._table = table
         self._topology = Topology(
-            comm.size, engine.shares_memory, engine.ranks_per_host, comm.round_trip_us
+            comm.size, engine.shares_memory, engine.local, comm.round_trip_us
         )
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO") if moves_data else ""

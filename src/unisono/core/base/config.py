@@ -32,6 +32,11 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_RANKS_PER_HOST": Variable(
         "0", "C++ engine: ranks to treat as one host, to try out several hosts; 0: the real hosts"
     ),
+    "UNISONO_NODES": Variable(
+        "numa",
+        "C++ engine: nodes of a host: numa, cache (cores with one L3 cache), 0 (none), or a number "
+        "of ranks to treat as one node",
+    ),
     "UNISONO_SHARED_MEMORY": Variable("1", "0: this rank sends and receives only over sockets"),
     "UNISONO_TOKEN": Variable(
         "", "secret of the job, which its store requires; `unisono run` makes a token"

@@ -116,6 +116,7 @@ class Transport(Carrier):
     Attributes:
         calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
+        nodes: The number of each rank's node on its host; see `nodes_of`.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++. None: C++ reaches ranks of this host only.
         round_trip_us: Between hosts, equal on all ranks; a `round_trip_class`, 0 on one host.
@@ -134,6 +135,7 @@ class Transport(Carrier):
         self.rank = rank
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ("",) * world_size
+        self.nodes: tuple[int, ...] = (0,) * world_size
         self.messages: AnyMessages = Messages(self)
         self.closed = False
         self._lock = threading.RLock()

@@ -50,8 +50,9 @@ class Topology:
     Attributes:
         world_size: Number of ranks that take part.
         shared_memory: Whether all ranks can read one another's memory.
-        local: Ranks per host, if it is equal on all hosts and ranks are numbered host by host;
-            else 1.
+        local: Ranks of the inner level, which is a host; if all ranks have one host, its NUMA
+            node. Ranks per host if that is equal on all hosts, and ranks are numbered host by
+            host, else 1. On one host likewise per node, else the number of all ranks.
         round_trip_us: Between hosts, as a `round_trip_class`; 0: there is one host.
     """
 
