@@ -1,0 +1,102 @@
+"""Choose for a host with several NUMA nodes: by the time that each schedule takes in its memory.
+
+A core waits longer for a line of another node than for one of its own, so that it reads less of them
+per microsecond, and the cores of a node share its links to others. An algorithm with two levels
+moves a part of the data between nodes once, at the price of more rounds.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from unisono.core.schedules.ir import ROOTED, IntArray, Op, Schedule
+from unisono.core.schedules.lowering.shared import PIECE_BYTES
+from unisono.core.schedules.registry import available, build, entry
+
+# As in the network `two-socket` of the simulator, which has the sources: bytes per us that a core
+# copies or reads inside its node, that it reads from another node, and that all cores of a node
+# read from others; then a wait inside the node and for another one, and the work on a post or read.
+NEAR_RATE, FAR_RATE, LINK_RATE = 10_000.0, 5800.0, 53_760.0
+NEAR_US, FAR_US, STEP_US = 0.3, 0.5, 0.1
+
+# An algorithm with levels must win by more than what the model leaves out.
+_MARGIN = 0.95
+
+# Above this, schedules take too long to count.
+_MOST_RANKS = 128
+
+_POSTS = (Op.SEND, Op.POST)
+_READS = (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE)
+
+
+def over_nodes(
+    collective: str, nbytes: int, world_size: int, local: int, flat: str
+) -> tuple[str, ...]:
+    """Return the algorithms in the order of preference; equal on all ranks.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        nbytes: Bytes of the whole data.
+        world_size: Number of ranks.
+        local: Ranks per node.
+        flat: The choice for a host with one node.
+    """
+    if world_size > _MOST_RANKS:
+        return (flat,)
+    # A power of two, so that calls of many sizes count few schedules.
+    return _over_nodes(collective, (nbytes - 1).bit_length(), world_size, local, flat)
+
+
+@lru_cache(maxsize=1024)
+def _over_nodes(collective: str, log2: int, p: int, local: int, flat: str) -> tuple[str, ...]:
+    known = available(collective, p, local=local)
+    levels = [
+        name for name in known
+        if (found := entry(collective, name)).two_level and not found.registered
+    ]  # fmt: skip
+    # Against each of these: where one of them passes into the other is measured, and no matter here.
+    others = {flat, *known} & {flat, "one_shot", "two_shot"}
+    root = 0 if collective in ROOTED else -1
+    times = {
+        name: time_us(build(collective, name, p, root, 1, local), local, 1 << log2)
+        for name in (*levels, *others)
+    }
+    best = min(levels, key=times.__getitem__, default=flat)
+    wins = times[best] < _MARGIN * min(times[name] for name in others)
+    return (best, flat) if wins else (flat,)
+
+
+def time_us(schedule: Schedule, local: int, nbytes: int) -> float:
+    """Return the time of a call if all ranks begin each round together.
+
+    Args:
+        schedule: Its algorithm.
+        local: Ranks per node.
+        nbytes: Bytes of the whole data.
+    """
+    p, chunk = schedule.world_size, nbytes / schedule.work_chunks
+    everyone = np.arange(p)
+    waits = moves = 0.0
+    posted = np.zeros(p)
+    for k in range(schedule.stages):
+        rows = schedule.steps(k, everyone)
+        # A post for several ranks is copied once.
+        posts = np.unique(rows[np.isin(rows[:, 1], _POSTS)][:, [0, 3, 4, 7]], axis=0)
+        reads = rows[np.isin(rows[:, 1], _READS)]
+        far = reads[:, 0] // local != reads[:, 2] // local
+        copied = _sums(posts[:, 0], posts[:, 3], p)
+        near, away = (_sums(each[:, 0], each[:, 7], p) for each in (reads[~far], reads[far]))
+        busy = (copied + near) * chunk / NEAR_RATE + away * chunk / FAR_RATE
+        link = away.reshape(-1, local).sum(axis=1) * chunk / LINK_RATE
+        steps = np.bincount(np.append(posts[:, 0], reads[:, 0]), minlength=p)
+        moves += max(busy.max(), link.max())
+        waits += (FAR_US if far.any() else NEAR_US) * (len(reads) > 0) + steps.max() * STEP_US
+        posted += copied
+    # The engine runs all rounds for each piece of the data.
+    return moves + waits * max(1.0, posted.max() * chunk / PIECE_BYTES)
+
+
+def _sums(ranks: IntArray, chunks: IntArray, p: int) -> IntArray:
+    return np.bincount(ranks, chunks, p)
