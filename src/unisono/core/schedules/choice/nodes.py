@@ -8,10 +8,11 @@ moves a part of the data between nodes once, at the price of more rounds.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from unisono.core.schedules.ir import ROOTED, IntArray, Op, Schedule
+from unisono.core.schedules.ir import ROOTED, Op
 from unisono.core.schedules.lowering.shared import PIECE_BYTES
 from unisono.core.schedules.registry import available, build, entry
 
@@ -45,58 +46,65 @@ def over_nodes(
     """
     if world_size > _MOST_RANKS:
         return (flat,)
-    # A power of two, so that calls of many sizes count few schedules.
-    return _over_nodes(collective, (nbytes - 1).bit_length(), world_size, local, flat)
-
-
-@lru_cache(maxsize=1024)
-def _over_nodes(collective: str, log2: int, p: int, local: int, flat: str) -> tuple[str, ...]:
-    known = available(collective, p, local=local)
+    known = available(collective, world_size, local=local)
     levels = [
         name for name in known
         if (found := entry(collective, name)).two_level and not found.registered
     ]  # fmt: skip
     # Against each of these: where one of them passes into the other is measured, and no matter here.
     others = {flat, *known} & {flat, "one_shot", "two_shot"}
-    root = 0 if collective in ROOTED else -1
     times = {
-        name: time_us(build(collective, name, p, root, 1, local), local, 1 << log2)
-        for name in (*levels, *others)
+        name: time_us(collective, name, nbytes, world_size, local) for name in (*levels, *others)
     }
     best = min(levels, key=times.__getitem__, default=flat)
     wins = times[best] < _MARGIN * min(times[name] for name in others)
     return (best, flat) if wins else (flat,)
 
 
-def time_us(schedule: Schedule, local: int, nbytes: int) -> float:
+def time_us(collective: str, name: str, nbytes: int, world_size: int, local: int) -> float:
     """Return the time of a call if all ranks begin each round together.
 
-    Args:
-        schedule: Its algorithm.
-        local: Ranks per node.
-        nbytes: Bytes of the whole data.
+    The arguments are those of `over_nodes`; `name` is an algorithm.
     """
-    p, chunk = schedule.world_size, nbytes / schedule.work_chunks
-    everyone = np.arange(p)
-    waits = moves = 0.0
+    found = _count(collective, name, world_size, local)
+    # The engine runs all rounds for each piece of the data.
+    return nbytes * found.move_us + found.wait_us * max(1.0, nbytes * found.posted / PIECE_BYTES)
+
+
+class _Counts(NamedTuple):
+    """What a schedule costs.
+
+    Attributes:
+        move_us: Microseconds to copy and read, per byte of the whole data.
+        wait_us: Microseconds of waits and of work on steps.
+        posted: The most that a rank posts, divided by the whole data.
+    """
+
+    move_us: float
+    wait_us: float
+    posted: float
+
+
+@lru_cache(maxsize=256)
+def _count(collective: str, name: str, p: int, local: int) -> _Counts:
+    schedule = build(collective, name, p, 0 if collective in ROOTED else -1, 1, local)
+    everyone, part = np.arange(p), 1 / schedule.work_chunks
+    move_us = wait_us = 0.0
     posted = np.zeros(p)
     for k in range(schedule.stages):
         rows = schedule.steps(k, everyone)
         # A post for several ranks is copied once.
         posts = np.unique(rows[np.isin(rows[:, 1], _POSTS)][:, [0, 3, 4, 7]], axis=0)
         reads = rows[np.isin(rows[:, 1], _READS)]
-        far = reads[:, 0] // local != reads[:, 2] // local
-        copied = _sums(posts[:, 0], posts[:, 3], p)
-        near, away = (_sums(each[:, 0], each[:, 7], p) for each in (reads[~far], reads[far]))
-        busy = (copied + near) * chunk / NEAR_RATE + away * chunk / FAR_RATE
-        link = away.reshape(-1, local).sum(axis=1) * chunk / LINK_RATE
+        away = reads[:, 0] // local != reads[:, 2] // local
+        copied, near, far = (
+            np.bincount(each[:, 0], each[:, -1] * part, p)
+            for each in (posts, reads[~away, :8], reads[away, :8])
+        )
+        busy = (copied + near) / NEAR_RATE + far / FAR_RATE
+        link = far.reshape(-1, local).sum(axis=1) / LINK_RATE
+        move_us += max(float(busy.max()), float(link.max()))
         steps = np.bincount(np.append(posts[:, 0], reads[:, 0]), minlength=p)
-        moves += max(busy.max(), link.max())
-        waits += (FAR_US if far.any() else NEAR_US) * (len(reads) > 0) + steps.max() * STEP_US
+        wait_us += (FAR_US if away.any() else NEAR_US) * (len(reads) > 0) + steps.max() * STEP_US
         posted += copied
-    # The engine runs all rounds for each piece of the data.
-    return moves + waits * max(1.0, posted.max() * chunk / PIECE_BYTES)
-
-
-def _sums(ranks: IntArray, chunks: IntArray, p: int) -> IntArray:
-    return np.bincount(ranks, chunks, p)
+    return _Counts(move_us, wait_us, float(posted.max()))
