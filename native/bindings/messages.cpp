@@ -329,7 +329,7 @@ void bind_p2p(nb::module_& m) {
   nb::class_<Messages>(m, "Messages")
     .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
     .def("create", &create, nb::arg("nonce"), nb::arg("node"),
-         "Make the inbox, on a NUMA node or -1; return its descriptor or a negative errno.")
+         "Make the inbox, on a NUMA node or -1; return its fd or -errno.")
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"), nb::arg("far"),
          "Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))

@@ -404,9 +404,7 @@ UNKNOWN: int = 15
 class Messages:
     def __init__(self, rank: int, ranks: int) -> None: ...
     def create(self, nonce: bytes, node: int) -> int:
-        """
-        Make the inbox, on a NUMA node or -1; return its descriptor or a negative errno.
-        """
+        """Make the inbox, on a NUMA node or -1; return its fd or -errno."""
 
     def introduce(
         self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool, far: bool

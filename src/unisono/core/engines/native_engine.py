@@ -164,7 +164,8 @@ class NativeEngine(QueueEngine):
         self._crowded = crowded
         self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
         self.shares_memory = len(set(self._hosts)) == 1
-        self._nodes = [comm.transport.nodes[rank] for rank in comm.ranks]
+        nodes = comm.transport.nodes or (0,) * comm.transport.world_size
+        self._nodes = [nodes[rank] for rank in comm.ranks]
         self.local = _ranks_of_part(self._hosts, self._nodes)
         self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None

@@ -24,9 +24,9 @@ from unisono.core.stores.prefix import innermost
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
 from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refusal, refused_client
-from unisono.core.transports import nodes
 from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
+from unisono.core.transports.nodes import nodes_of, published
 from unisono.core.transports.registry import make_transport
 from unisono.errors import (
     Context,
@@ -87,8 +87,7 @@ def connect(
     """
     addresses: list[str] = []
     try:
-        host, place = host_of(), nodes.published()
-        kind = kind or config.get("UNISONO_TRANSPORT")
+        host, place, kind = host_of(), published(), kind or config.get("UNISONO_TRANSPORT")
         transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
     except Exception as error:
         # The other ranks need not wait for this rank, which waits until they know.
@@ -114,8 +113,8 @@ def connect(
         mine = f"{host} {place} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
         protection = transport.protection and f"+{transport.protection}"
         mine += f"{transport.name}{protection}\t{transport.address}"
-        number, published = _publish(store, rank, world_size, deadline, mine)
-        hosts, places, endpoints, words, trips, found = published
+        number, texts = _publish(store, rank, world_size, deadline, mine)
+        hosts, places, endpoints, words, trips, found = texts
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
         _check_transports([n for n, _ in named], transport, is_near=on_one_host(hosts, trips_us))
@@ -123,9 +122,8 @@ def connect(
         addresses += (address for _, address in named)
         transport.world_number = number
         transport.hosts = _placed(hosts)
-        transport.nodes = nodes.nodes_of(transport.hosts, places)
-        transport.words = tuple(words)
-        transport.trips_us = trips_us
+        transport.nodes = nodes_of(transport.hosts, places)
+        transport.words, transport.trips_us = tuple(words), trips_us
         transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
             near = [other == host for other in hosts]

@@ -37,7 +37,6 @@ from unisono.workbench.cli.simulate import (
     machine_of,
     per_host_of,
     row_of,
-    set_nodes,
     us_text,
 )
 from unisono.workbench.cli.terminal import plain
@@ -282,7 +281,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     if options.hosts > 1:
         net.values["ranks_per_host"] = options.per_host
     elif topology.shared_memory and options.nodes:
-        set_nodes(net, options.ranks, options.nodes)
+        net.set_parts(options.ranks, topology.local)
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
         # A switch has two links.
         links = 2 if net.values["topology"] == "switch" else 1

@@ -276,22 +276,13 @@ def _machine(options: argparse.Namespace) -> Machine:
     if options.nodes:
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--nodes needs one number of ranks")
-        set_nodes(net, per_host or options.ranks[0], options.nodes)
+        per_host = per_host or options.ranks[0]
+        net.set_parts(per_host, per_host_of(per_host, options.nodes, "NUMA nodes"))
     # What others measured is an all_reduce on the hosts of the file, in its model.
     same = options.op == "all_reduce" and net.values["ranks_per_host"] == own
     if not same or options.model or options.pipeline > 1:
         net.published.clear()
     return net
-
-
-def set_nodes(net: Machine, per_host: int, nodes: int) -> None:
-    """Give each host of a machine a number of NUMA nodes.
-
-    Raises:
-        InvalidArgumentError: A node has no rank.
-    """
-    net.values["ranks_per_host"] = per_host
-    net.values["ranks_per_node"] = per_host_of(per_host, nodes, "NUMA nodes")
 
 
 def default_net(per_host: int, nodes: int = 0) -> str:
@@ -492,7 +483,9 @@ def _scheduled(
         if options.goal:
             raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
         return net.in_switches(name, p, nbytes, options.pipeline)
-    check_hosts(options.op, name, p, part_of(net, p))
+    part = net.part(p)
+    kind = "host" if part == net.values["ranks_per_host"] else "node"
+    check_hosts(options.op, name, p, part, kind)
     depth = depth_of(options, net, name, shape)
     root = options.root if options.op in ROOTED else -1
     return build(options.op, name, p, root, depth, local), None, depth
@@ -525,15 +518,8 @@ def per_host_of(p: int, hosts: int, parts: str = "hosts") -> int:
 
 def local_of(net: Machine, p: int) -> int:
     """Return the ranks per host, or 1 if the last host has fewer; see `Topology.local`."""
-    local = part_of(net, p)
+    local = net.part(p)
     return local if p % local == 0 else 1
-
-
-def part_of(net: Machine, p: int) -> int:
-    """Return the ranks per host; if there is one host with several NUMA nodes, those per node."""
-    per_host, per_node = net.values["ranks_per_host"], net.values["ranks_per_node"]
-    part: int = per_node if p <= per_host and 0 < per_node < p else per_host
-    return part
 
 
 def topology_on(net: Machine, p: int) -> Topology:
@@ -543,7 +529,7 @@ def topology_on(net: Machine, p: int) -> Topology:
 
     apart, has_nodes = p > net.values["ranks_per_host"], net.values["ranks_per_node"]
     if has_nodes and not apart:  # The ranks share memory.
-        part = part_of(net, p)
+        part = net.part(p)
         return Topology(p, True, p if p % part else part)
     return Topology(
         p, False, local_of(net, p), round_trip_class(2 * net.delay_us(p)) if apart else 0

@@ -62,8 +62,8 @@ _KEYS: dict[str, Any] = {
 # The limits of numbers; see `_check`. Times of larger numbers do not fit into picoseconds, and
 # links of more into memory.
 _MOST = {
-    "ranks_per_host": 1e6, "ranks_per_node": 1e6, "interfaces": 4096, "channels": 4096, "efficiency": 1,
-    "inside_efficiency": 1,
+    "ranks_per_host": 1e6, "ranks_per_node": 1e6, "interfaces": 4096, "channels": 4096,
+    "efficiency": 1, "inside_efficiency": 1,
 }  # fmt: skip
 _LEAST = {"ranks_per_host": 1, "interfaces": 1, "channels": 1}
 # Of what is above 0.
@@ -125,6 +125,16 @@ class Machine:
             return hosts
         link = LinkSpec(_ps(v["node_us"]), v["node_gbps"], v["whole_ns"])
         return NumaHosts(hosts, v["ranks_per_node"], link, LinkSpec(0, v["far_gbps"]))
+
+    def part(self, size: int) -> int:
+        """Return the ranks per host; if there is one host of several NUMA nodes, those per node."""
+        per_host, per_node = self.values["ranks_per_host"], self.values["ranks_per_node"]
+        part: int = per_node if size <= per_host and 0 < per_node < size else per_host
+        return part
+
+    def set_parts(self, per_host: int, per_node: int) -> None:
+        """Give hosts, and NUMA nodes inside them, another number of ranks."""
+        self.values.update(ranks_per_host=per_host, ranks_per_node=per_node)
 
     def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
         """Return a schedule and its network, with the channels of the machine if both have them."""

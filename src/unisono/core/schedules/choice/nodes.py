@@ -1,8 +1,8 @@
 """Choose for a host with several NUMA nodes: by the time that each schedule takes in its memory.
 
-A core waits longer for a line of another node than for one of its own, so that it reads less of them
-per microsecond, and the cores of a node share its links to others. An algorithm with two levels
-moves a part of the data between nodes once, at the price of more rounds.
+A core waits longer for a line of another node than for one of its own, so that it reads fewer of
+them per microsecond. The cores of a node also share its links to others. An algorithm with two
+levels moves data between nodes only once, at the price of more rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def over_nodes(
         name for name in known
         if (found := entry(collective, name)).two_level and not found.registered
     ]  # fmt: skip
-    # Against each of these: where one of them passes into the other is measured, and no matter here.
+    # Against each of these: where one passes into the other is measured, and no matter here.
     others = {flat, *known} & {flat, "one_shot", "two_shot"}
     times = {
         name: time_us(collective, name, nbytes, world_size, local) for name in (*levels, *others)

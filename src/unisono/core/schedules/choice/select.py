@@ -153,9 +153,9 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     """Return the choice of the default rule, then the choices to fall back to."""
     p = topology.world_size
     if topology.shared_memory:
-        flat = _shared(collective, nbytes, p)
+        name = _shared(collective, nbytes, p)
         apart = 1 < topology.local < p
-        return over_nodes(collective, nbytes, p, topology.local, flat) if apart else (flat,)
+        return over_nodes(collective, nbytes, p, topology.local, name) if apart else (name,)
     if far_apart(p, topology.round_trip_us):
         return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
     flat = _messages(collective, nbytes, p)
