@@ -118,7 +118,7 @@ def test_rank_that_cannot_listen_is_told_to_all(caplog):
     assert caplog.messages == [f"rank 0 cannot meet the other ranks: {mine.what}"]
 
 
-@pytest.mark.parametrize("text", ["2 - 0 inproc", "2 host - - 0 inproc", "2 host - - 0 7 in\tp q"])
+@pytest.mark.parametrize("text", ["2 - 0 inproc", "2 host - - 0 inproc", "2 host - - 0 in\tp q", "2 host - - - 0 7 in\tp q"])
 def test_rank_of_another_version_is_named(text):
     with HashStore() as store:
         store.set("1/address/1", text)

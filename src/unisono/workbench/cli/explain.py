@@ -79,7 +79,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("size", type=checked(_nbytes), nargs="?", metavar="SIZE", help=_SIZE)
     add_ranks(parser, "ranks (2; of an algorithm, few)", "-n", "-p")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
-    add("--nodes", type=positive, metavar="N", help="NUMA nodes of one host (1; UNISONO_NODES)")
+    nodes = "NUMA nodes of one host (1; UNISONO_NODES)"
+    add("--nodes", type=positive, default=0, metavar="N", help=nodes)
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
@@ -239,6 +240,10 @@ def _shape(options: argparse.Namespace) -> GroupShape:
     over = "shared-memory" if near and options.hosts == 1 else transport
     if over == "shared-memory":
         local = _ranks_per_node(options)
+    elif options.nodes:
+        raise InvalidArgumentError(
+            f"--nodes {options.nodes}: only ranks that share memory use nodes"
+        )
     return GroupShape(engine, over, options.ranks, local if near else 1, trip_us)
 
 

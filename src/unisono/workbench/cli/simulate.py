@@ -96,7 +96,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
     add_ranks(parser, "ranks (16)", "-n", "-p", type=counts, metavar="N,N")
     add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
-    add("--nodes", type=positive, metavar="N", help="NUMA nodes of a host (what the network has)")
+    nodes = "NUMA nodes of a host (what the network has)"
+    add("--nodes", type=positive, default=0, metavar="N", help=nodes)
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
