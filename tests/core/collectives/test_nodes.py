@@ -1,6 +1,5 @@
 """Groups whose ranks count as several nodes of a host: by UNISONO_NODES, here on one node."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,20 +26,20 @@ def cpu():
 
 def part(rank):
     """Return the ranks per part, the map, and whether the group shares memory."""
-    engine = cpu().engine
-    return engine.local, engine.comm.transport.nodes, engine.shares_memory
+    shape, nodes = cpu().shape, cpu().comm.transport.nodes
+    return shape.local, nodes, shape.over == "shared-memory"
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
 @pytest.mark.parametrize(
-    ("size", "per_node", "local", "nodes"),
+    ("size", "per_node", "local", "nodes", "kind"),
     [
-        (4, "2", 2, (0, 0, 1, 1)),
-        (4, "3", 4, (0, 0, 0, 1)),  # unequal nodes are no levels
-        (8, "4", 4, (0, 0, 0, 0, 1, 1, 1, 1)),
-        (8, "2", 2, (0, 0, 1, 1, 2, 2, 3, 3)),
-        (8, "0", 8, (0,) * 8),
-        (4, "1", 4, (0, 1, 2, 3)),
+        (4, "2", 2, (0, 0, 1, 1), "processes"),
+        (4, "3", 4, (0, 0, 0, 1), "processes"),  # unequal nodes are no levels
+        (8, "4", 4, (0, 0, 0, 0, 1, 1, 1, 1), "processes"),
+        (8, "4", 4, (0, 0, 0, 0, 1, 1, 1, 1), "threads"),
+        (8, "2", 2, (0, 0, 1, 1, 2, 2, 3, 3), "threads"),
+        (8, "0", 8, (0,) * 8, "threads"),
+        (4, "1", 4, (0, 1, 2, 3), "threads"),
     ],
 )
 def test_all_ranks_have_one_map(monkeypatch, kind, size, per_node, local, nodes):
@@ -48,13 +47,18 @@ def test_all_ranks_have_one_map(monkeypatch, kind, size, per_node, local, nodes)
     assert run(part, size, ranks=kind) == [(local, nodes, True)] * size
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("size", "per_node", "per_host"),
-    [(4, "2", "0"), (4, "3", "0"), (8, "4", "0"), (8, "2", "0"), (8, "2", "4")],
+    ("size", "per_node", "per_host", "kind"),
+    [
+        (4, "2", "0", "processes"),
+        (4, "2", "0", "threads"),
+        (4, "3", "0", "threads"),
+        (8, "2", "0", "threads"),
+        (8, "2", "4", "threads"),
+    ],
 )
-def test_every_operation(monkeypatch, kind, size, per_node, per_host):
+def test_every_operation(monkeypatch, size, per_node, per_host, kind):
     monkeypatch.setenv("UNISONO_NODES", per_node)
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", per_host)
     run(matrix, size, ranks=kind, timeout=120)
@@ -99,17 +103,9 @@ def test_by_every_algorithm_with_levels(monkeypatch, size):
 
 def taken(rank, nbytes, dtype):
     """Return the algorithm of an all_reduce as the group prepared it."""
-    made = []
-    group = cpu()
-    prepare = group.calls._make
-
-    def noted(*args, **kwargs):
-        made.append(prepare(*args, **kwargs))
-        return made[-1]
-
-    group.calls._make = noted
     dist.all_reduce(np.zeros(nbytes // dtype.itemsize, dtype))
-    return made[-1].algorithm
+    (call,) = cpu()._prepared_calls._prepared.values()
+    return call.algorithm
 
 
 @pytest.mark.parametrize(
@@ -136,8 +132,7 @@ def sub_groups(rank):
     for ranks in ([0, 1, 4, 5], [0, 1, 2, 3], [0, 4, 1, 5], [3, 4]):
         group = dist.new_group(ranks)
         if rank in ranks:
-            engine = group.backends["cpu"].engine
-            found.append((ranks, engine.local))
+            found.append((ranks, group.backends["cpu"].shape.local))
             x = np.full(50_000, float(rank))
             dist.all_reduce(x, group=group)
             assert (x == sum(ranks)).all()
@@ -222,22 +217,17 @@ def policies(rank):
         dist.send(x, 1)
     else:
         dist.recv(x, 0)
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    lines = Path("/proc/self/numa_maps").read_text(encoding="utf-8").splitlines()
     rows = [line.split()[1:3] for line in lines if "/memfd:unisono" in line]
-    return {(policy, re.sub("[^a-z]", "", file.split(":")[-1])) for policy, file in rows}
-
-
-def fake_node(rank):
-    """As on a machine of which this rank is bound to node 0, and the other rank to another one."""
-    native_engine.NativeEngine._slot_node = lambda engine: 0
-    return policies(rank)
+    return {("inbox" if "inbox" in file else "slots", policy) for policy, file in rows}
 
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
 def test_rings_and_slots_ask_for_their_readers_node(monkeypatch):
     """This machine may have one node only: so the node is given, and the policy is what counts."""
-    plain = run(policies, 2, ranks="processes")
+    assert run(policies, 2, ranks="processes") == [{("inbox", "default"), ("slots", "default")}] * 2
     monkeypatch.setattr(native_messages, "memory_node", lambda: 0)
-    monkeypatch.setattr(NativeEngine, "_slot_node", lambda engine: 0)
-    placed = run(policies, 2)
-    print(plain, placed)
+    monkeypatch.setattr(NativeEngine, "_slot_node", lambda engine: 0 if engine.comm.rank else -1)
+    # Only the slots of rank 1; the words of both ranks and the slots of rank 0 stay.
+    placed = {("inbox", "prefer:0"), ("slots", "prefer:0"), ("slots", "default")}
+    assert run(policies, 2) == [placed] * 2
