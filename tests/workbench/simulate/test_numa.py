@@ -91,21 +91,21 @@ def test_levels_gain_on_two_sockets(ranks, most):
 def test_one_node_has_no_links_of_nodes():
     net = machine_of("two-socket")
     net.set_parts(8, 8)
-    times = [
-        simulate(build("all_reduce", "two_shot", 8), MIB, each.network("", 8), each.costs("")).last_us
-        for each in (net, machine("plain", "inside_us = 0.3\ninside_gbps = 10\nranks_per_host = 8\n"
-                                  "send_us = 0.1\nrecv_us = 0.1\nreduce_gbps = 10\n"))
-    ]  # fmt: skip
+    keys = ("inside_us", "inside_gbps", "send_us", "recv_us", "reduce_gbps")
+    text = "\n".join(f"{key} = {net.values[key]}" for key in keys)
+    plain = machine("plain", f"ranks_per_host = 8\n{text}")
+    schedule, times = build("all_reduce", "two_shot", 8), []
+    for each in (net, plain):
+        times.append(simulate(schedule, MIB, each.network("", 8), each.costs("")).last_us)
     assert times[0] == times[1]
 
 
 def test_the_choice_has_the_numbers_of_the_network():
     values = machine_of("two-socket").values
-    assert NEAR_RATE == 1000 * values["inside_gbps"]
-    assert FAR_RATE == 1000 * values["far_gbps"]
-    assert LINK_RATE == 1000 * values["node_gbps"]
-    assert NEAR_US == values["inside_us"]
-    assert FAR_US == pytest.approx(values["inside_us"] + values["node_us"])
+    rates = [1000 * values[key] for key in ("inside_gbps", "far_gbps", "node_gbps")]
+    assert rates == [NEAR_RATE, FAR_RATE, LINK_RATE]
+    waits = [values["inside_us"], values["inside_us"] + values["node_us"]]
+    assert waits == pytest.approx([NEAR_US, FAR_US])
 
 
 def rows_of(text):
