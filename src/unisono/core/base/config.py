@@ -34,8 +34,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_NODES": Variable(
         "numa",
-        "C++ engine: nodes of a host: numa, cache (cores with one L3 cache), 0 (none), or a number "
-        "of ranks to treat as one node",
+        "nodes of a host: numa, cache (of an L3 cache), 0 (one), or a number of ranks each",
     ),
     "UNISONO_SHARED_MEMORY": Variable("1", "0: this rank sends and receives only over sockets"),
     "UNISONO_TOKEN": Variable(
