@@ -58,9 +58,9 @@ std::shared_ptr<Messages> make_messages(int rank, int ranks) {
   return messages;
 }
 
-int create(Messages& messages, const nb::bytes& nonce) {
+int create(Messages& messages, const nb::bytes& nonce, int node) {
   if (nonce.size() != sizeof(unisono::Address::nonce)) throw nb::value_error("nonce: 16 bytes");
-  return messages.create(static_cast<const unsigned char*>(nonce.data()));
+  return messages.create(static_cast<const unsigned char*>(nonce.data()), node);
 }
 
 void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes, int>>& all,
@@ -328,8 +328,8 @@ void bind_p2p(nb::module_& m) {
 
   nb::class_<Messages>(m, "Messages")
     .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
-    .def("create", &create, nb::arg("nonce"),
-         "Make the inbox; return its descriptor or a negative errno.")
+    .def("create", &create, nb::arg("nonce"), nb::arg("node"),
+         "Make the inbox, on a NUMA node or -1; return its fd or -errno.")
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"), nb::arg("far"),
          "Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))

@@ -188,6 +188,8 @@ NB_MODULE(_engine, m) {
                 "Make shared memory; return (errno or 0, segment).")
     .def_static("attach", &attach, nb::arg("pid"), nb::arg("fd"), nb::arg("nonce"),
                 "Map what another process made; return (errno or 0, segment).")
+    .def("place_slots", &unisono::Segment::place_slots, nb::arg("rank"), nb::arg("node"),
+         "Ask for the pages of a rank's slots from a NUMA node; -1: leave them.")
     .def("fd", &unisono::Segment::fd)
     .def("close_fd", &unisono::Segment::close_fd);
 

@@ -32,8 +32,8 @@ Messages::Messages(int rank, int ranks)
       waiting_(lock_, parts_, peers_),
       programs_(lock_, parts_, peers_, waiting_) {}
 
-int Messages::create(const unsigned char* nonce) {
-  const int error = parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce);
+int Messages::create(const unsigned char* nonce, int node) {
+  const int error = parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce, node);
   return error != 0 ? -error : parts_.inbox.fd();
 }
 

@@ -42,8 +42,8 @@ class Messages {
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
-  // Make the inbox. Returns its descriptor, or a negative errno.
-  int create(const unsigned char* nonce);
+  // Make the inbox. Returns its descriptor, or a negative errno. `node`: see Inbox::create().
+  int create(const unsigned char* nonce, int node = -1);
   // Set the addresses, before the first send. `is_crowded`: there are more ranks than cores.
   // `are_far`: hosts are far apart, equal on all ranks.
   void introduce(std::vector<Address> addresses, bool is_crowded, bool are_far = false);

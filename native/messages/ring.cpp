@@ -13,6 +13,7 @@
 
 #include "core/futex.hpp"
 #include "kernels/kernels.hpp"
+#include "shared/numa.hpp"
 
 namespace unisono {
 
@@ -76,12 +77,13 @@ int Mapping::map(int fd, size_t offset, size_t nbytes) {
   return 0;
 }
 
-int Inbox::create(int ranks, const unsigned char* nonce) {
+int Inbox::create(int ranks, const unsigned char* nonce, int node) {
   fd_ = memfd_create("unisono-inbox", MFD_CLOEXEC);
   if (fd_ < 0) return errno;
   const size_t nbytes = inbox_bytes(static_cast<uint64_t>(ranks));
   if (ftruncate(fd_, static_cast<off_t>(nbytes)) != 0) return errno;
   if (int error = memory_.map(fd_, 0, nbytes)) return error;
+  prefer_node(memory_.base(), nbytes, node);
   // The rings must begin as zeros, as they are. Writing zeros would allocate their pages.
   auto* head = new (memory_.base()) InboxHead{};
   head->magic = kMagic;

@@ -208,7 +208,8 @@ class Mapping {
 class Inbox {
  public:
   ~Inbox() { close_fd(); }
-  int create(int ranks, const unsigned char* nonce);  // 0 or an errno
+  // Return 0 or an errno. `node`: the NUMA node of this rank, which reads the rings; -1: unknown.
+  int create(int ranks, const unsigned char* nonce, int node);
   // No process can open the inbox afterwards. Processes that have opened it keep it.
   void close_fd();
   int fd() const { return fd_; }

@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "shared/numa.hpp"
+
 namespace unisono {
 
 namespace {
@@ -77,6 +79,10 @@ int Segment::attach(int pid, int fd, const unsigned char* nonce) {
   }
   locate();
   return 0;
+}
+
+void Segment::place_slots(int rank, int node) const {
+  prefer_node(slot(rank, 0, 0), 2 * room_bytes_, node);
 }
 
 int Segment::map(int fd) {

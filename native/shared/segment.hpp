@@ -25,6 +25,9 @@ class Segment {
   // opened but does not have this nonce, so `pid` names another process on this host.
   int attach(int pid, int fd, const unsigned char* nonce);
 
+  // Ask for the pages of a rank's slots from a NUMA node; see prefer_node().
+  void place_slots(int rank, int node) const;
+
   void close_fd();
   int fd() const { return fd_; }
   int ranks() const { return static_cast<int>(header_->ranks); }

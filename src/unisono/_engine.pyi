@@ -60,6 +60,9 @@ class Segment:
     def attach(pid: int, fd: int, nonce: bytes) -> tuple[int, Segment]:
         """Map what another process made; return (errno or 0, segment)."""
 
+    def place_slots(self, rank: int, node: int) -> None:
+        """Ask for the pages of a rank's slots from a NUMA node; -1: leave them."""
+
     def fd(self) -> int: ...
     def close_fd(self) -> None: ...
 
@@ -400,8 +403,8 @@ UNKNOWN: int = 15
 
 class Messages:
     def __init__(self, rank: int, ranks: int) -> None: ...
-    def create(self, nonce: bytes) -> int:
-        """Make the inbox; return its descriptor or a negative errno."""
+    def create(self, nonce: bytes, node: int) -> int:
+        """Make the inbox, on a NUMA node or -1; return its fd or -errno."""
 
     def introduce(
         self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool, far: bool

@@ -55,6 +55,8 @@ def test_the_pieces_of_a_run_are_those_of_simulate(tmp_path, capsys):
     [
         (["--algorithm", "tree", "--pipeline", "auto"], "rounds have no size, which decides"),
         (["--algorithm", "ring", "-r", "3"], "-r 3: all_reduce has no root"),
+        (["--algorithm", "two_level", "--nodes", "3"], "equally many ranks on each node; 8 ranks"),
+        (["--algorithm", "ring", "--nodes", "2", "--hosts", "2"], "levels are hosts, or nodes of"),
         (["--algorithm", "two_level"], "8 ranks are 8 hosts here\n  hint: --hosts 2 makes two"),
         (
             ["--algorithm", "two_level", "--net", "fat-tree"],
@@ -65,6 +67,16 @@ def test_the_pieces_of_a_run_are_those_of_simulate(tmp_path, capsys):
 def test_what_a_flag_cannot_do_is_told(tmp_path, capsys, words, expected):
     assert main(["draw", "all_reduce", *words, "-o", str(tmp_path / "a.svg")]) == 1
     assert expected in capsys.readouterr().err
+
+
+def test_nodes_are_drawn_as_hosts_are(tmp_path):
+    file, nodes, hosts = tmp_path / "a.svg", tmp_path / "n.json", tmp_path / "h.json"
+    what = ("all_reduce", "-n", 8, "--algorithm", "two_level")
+    draw(*what, "--nodes", 2, "--json", nodes)
+    draw(*what, "--hosts", 2, "--json", hosts)
+    assert nodes.read_text() == hosts.read_text() != ""
+    draw(*what, "--nodes", 2, "--net", "two-socket", "-o", file)
+    assert "1 MiB on net two-socket of 2 nodes<" in file.read_text()
 
 
 def test_lanes_and_the_heat_map_have_one_axis_of_time(tmp_path):

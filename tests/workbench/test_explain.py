@@ -19,7 +19,8 @@ KIB, MIB = 1024, 1024**2
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    names = ("ALGO", "ENGINE", "SHARED_MEMORY", "TRANSPORT", "DETERMINISTIC", "RANKS_PER_HOST")
+    names = ("ALGO", "ENGINE", "SHARED_MEMORY", "TRANSPORT", "DETERMINISTIC", "RANKS_PER_HOST",
+             "NODES")  # fmt: skip
     for name in (f"UNISONO_{name}" for name in names):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -100,6 +101,44 @@ def test_ranks_per_host_of_the_environment(capsys, monkeypatch, per_host, words,
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"all_reduce of 1 MiB {words}"
     assert f"# table for {shape}: none" in lines
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("variable", [False, True])
+def test_nodes_of_a_host_have_levels(capsys, monkeypatch, variable):
+    words = ["explain", "all_reduce", "1M", "-n", "8"]
+    if variable:
+        monkeypatch.setenv("UNISONO_NODES", "4")
+    else:
+        words += ["--nodes", "2"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "all_reduce of 1 MiB on 8 ranks of 2 nodes over shared memory",
+        "takes two_level: the built-in estimate for 2 nodes has it from 2,462 B on (one_shot "
+        "below)",
+    ]
+    assert "# table for native-shared-memory-8-4: none" in lines
+    assert "# predicted: net two-socket, 8 per host, 4 per node, model links" in lines
+    rows = {line.split()[0]: line.split() for line in lines[5:]}
+    assert rows["two_level"][-2:] == ["<-", "taken"]
+    assert float(rows["two_level"][3]) < float(rows["two_shot"][3])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("nodes", ["1", "3"])
+def test_nodes_that_are_no_levels(capsys, nodes):
+    assert main(["explain", "all_reduce", "1M", "-n", "8", "--nodes", nodes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "all_reduce of 1 MiB on 8 ranks over shared memory"
+    assert lines[1].startswith("takes two_shot: the built-in rule has it")
+    assert "# table for native-shared-memory-8-8: none" in lines
+
+
+@pytest.mark.native
+def test_nodes_of_several_hosts_are_no_levels(capsys):
+    assert main(["explain", "all_reduce", "1M", "-n", "8", "--hosts", "2", "--nodes", "2"]) == 1
+    assert "--nodes 2: only ranks that share memory use nodes" in capsys.readouterr().err
 
 
 @pytest.mark.native

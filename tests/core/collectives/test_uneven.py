@@ -170,7 +170,7 @@ def test_uneven_blocks_between_hosts_are_sent_as_even_ones(kib, wish, trip_us, n
                 return NO_STEPS
 
             engine = SimpleNamespace(
-                name="native", shares_memory=False, ranks_per_host=2, has_collectives=False,
+                name="native", shares_memory=False, local=2, has_collectives=False,
                 most_moved=0, lower=lower,
             )  # fmt: skip
             comm = SimpleNamespace(size=p, rank=rank, ranks=range(p), round_trip_us=trip_us)

@@ -63,6 +63,20 @@ def test_an_algorithm_with_another_order_is_refused_there(how):
         ("all_reduce", 64 * KIB, Topology(2, shared_memory=True), "two_shot"),
         ("all_reduce", MIB, HOST8, "two_shot"),
         ("reduce", 256 * KIB, Topology(2, shared_memory=True), "one_shot"),
+        # Ranks of two nodes of a host; of one node with all ranks nothing changes.
+        ("all_reduce", MIB, Topology(8, True, 4), "two_level"),
+        ("all_reduce", 8, Topology(8, True, 4), "one_shot"),
+        ("all_reduce", MIB, Topology(8, True, 8), "two_shot"),
+        ("all_reduce", MIB, Topology(4, True, 2), "two_shot"),  # 2 cores hardly fill the link
+        ("reduce", MIB, Topology(8, True, 4), "two_level"),
+        ("all_gather", MIB, Topology(8, True, 4), "two_level"),
+        ("reduce_scatter", MIB, Topology(8, True, 4), "two_level"),
+        ("broadcast", MIB, Topology(8, True, 4), "one_shot"),
+        ("broadcast", MIB, Topology(32, True, 16), "two_level"),
+        ("all_to_all", MIB, Topology(8, True, 4), "one_shot"),
+        ("barrier", 0, Topology(8, True, 4), "one_shot"),
+        ("gather", MIB, Topology(8, True, 4), "one_shot"),
+        ("all_reduce", MIB, Topology(256, True, 128), "halving_doubling"),  # too many to count
         ("all_reduce", 8, NET8, "recursive_doubling"),
         ("all_reduce", 32 * KIB, NET8, "recursive_doubling"),
         ("all_reduce", 64 * KIB, NET8, "halving_doubling"),

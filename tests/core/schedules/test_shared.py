@@ -1,5 +1,7 @@
 """Shared programs, executed on simulated slots: the same answers as with messages."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -152,6 +154,13 @@ def places_by_loops(schedule, size):
             if row[0] in POSTS:
                 stages[rank] += at == 0 or rows[at - 1][0] not in POSTS
                 posts[rank].append((row[1], stages[rank], *row[2:4], row[6]))
+    # Equal posts of a stage are one.
+    once = {
+        (rank, n): (rank, [post[1:] for post in own].index(own[n][1:]))
+        for rank, own in enumerate(posts)
+        for n in range(len(own))
+    }
+    readers = Counter(once.values())
     homes = {(rank, n): (rank, n) for rank in range(p) for n in range(len(posts[rank]))}
     taken, uses = dict(homes), [[] for _ in range(p)]
     for rank, rows in enumerate(programs):
@@ -163,11 +172,13 @@ def places_by_loops(schedule, size):
         for op, peer, *source, dst, dst_off, count, _ in rows:
             if op in POSTS:
                 taken[rank, number] = free.pop((*source, count), (rank, number))
-                uses[rank].append((rank, number))
+                if once[rank, number] == (rank, number):
+                    uses[rank].append((rank, number))
                 number += 1
             elif op not in (Op.COPY, Op.REDUCE):
-                uses[rank].append(operand := next(coming[peer]))
+                uses[rank].append(operand := once[next(coming[peer])])
                 alone = p == 2 or posts[operand[0]][operand[1]][0] == rank
+                alone &= readers[operand] == 1
                 if op in REDUCES and alone:
                     free[dst, dst_off, count] = operand
     at_home = {post for post, place in taken.items() if place == post}
@@ -178,7 +189,7 @@ def places_by_loops(schedule, size):
         filled = 0
         for n, (_, _, buf, first, count) in enumerate(own):
             offsets[rank, n] = filled
-            if places[rank, n] == (rank, n):
+            if places[rank, n] == once[rank, n] == (rank, n):
                 length = bounds[buf][first + count] - bounds[buf][first] if units < size else count
                 filled += -(-length // ALIGN) * ALIGN
     return [

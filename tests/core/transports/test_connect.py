@@ -118,7 +118,16 @@ def test_rank_that_cannot_listen_is_told_to_all(caplog):
     assert caplog.messages == [f"rank 0 cannot meet the other ranks: {mine.what}"]
 
 
-@pytest.mark.parametrize("text", ["2 - 0 inproc", "2 host - - 0 inproc", "2 host - - 0 7 in\tp q"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2 - 0 inproc",
+        "2 host - - 0 inproc",
+        "2 host - - 0 in\tp",
+        "2 host - - 0 in\tp q",
+        "2 host - - - 0 7 in\tp q",
+    ],
+)
 def test_rank_of_another_version_is_named(text):
     with HashStore() as store:
         store.set("1/address/1", text)
@@ -347,3 +356,20 @@ def test_round_trip_of_a_sub_group_is_that_of_its_hosts():
             for ranks in [(0, 1), (0, 2), (0, 1, 2, 3)]
         ]
     assert found == [0, 250, 16_000]
+
+
+def test_ranks_that_give_different_nodes_have_one_node(monkeypatch):
+    """The map is that of what all have published, so no rank has another one."""
+    connecting = import_module("unisono.core.transports.connect")
+    with HashStore() as store:
+
+        def join(rank):
+            with contextlib.closing(connect(store, rank, 4, Deadline(20), "inproc")) as transport:
+                return transport.nodes
+
+        def meet(places):
+            monkeypatch.setattr(connecting, "published", places.pop)
+            return on_threads(*(partial(join, rank) for rank in range(4)))
+
+        assert meet(["each=2"] * 4) == [(0, 0, 1, 1)] * 4
+        assert meet(["each=2", "each=4", "each=2", "each=2"]) == [(0, 0, 0, 0)] * 4

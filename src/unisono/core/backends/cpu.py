@@ -89,7 +89,7 @@ class _Elsewhere:
     """The engine of calls whose data a library moves, as `PreparedCalls` sees it."""
 
     shares_memory = False
-    ranks_per_host = 1
+    local = 1
     has_collectives = True
 
     def __init__(self, engine: Engine, library: str) -> None:

@@ -15,6 +15,7 @@ exchange their sizes, and the program of the `Exchange` runs. Between hosts the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import NamedTuple, Protocol
@@ -38,6 +39,7 @@ from unisono.core.base.types import DType, ReduceOp, dtype_named
 from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
+from unisono.core.schedules.choice.select import FEW_RANKS
 from unisono.core.schedules.choice.tables import ChoiceTable
 from unisono.core.schedules.registry import available, own_digest
 
@@ -137,7 +139,7 @@ class ProgramMaker(Protocol):
 
     name: str
     shares_memory: bool
-    ranks_per_host: int
+    local: int
     has_collectives: bool
     most_moved: int
 
@@ -173,11 +175,12 @@ class PreparedCalls:
         self._comm = comm
         self._engine = engine
         self._table = table
-        self._topology = Topology(
-            comm.size, engine.shares_memory, engine.ranks_per_host, comm.round_trip_us
-        )
+        self._topology = Topology(comm.size, engine.shares_memory, engine.local, comm.round_trip_us)
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO") if moves_data else ""
+        # On few ranks of a host a sum of halves is one accumulation, which levels would divide.
+        few = engine.shares_memory and comm.size <= FEW_RANKS and not self._override
+        self._undivided = replace(self._topology, local=comm.size) if few else self._topology
         self.deterministic = moves_data and config.get_flag("UNISONO_DETERMINISTIC")
         self._moves_data = moves_data
         self._prepared: dict[tuple[object, ...], Prepared] = {}
@@ -242,7 +245,7 @@ class PreparedCalls:
         if blocks is not None:
             count, whole = 0, sum(blocks) * itemsize
         algorithm, pipeline = select(
-            collective, whole, self._topology, wish, self._override,
+            collective, whole, self._topology_for(dtype, op, wish), wish, self._override,
             uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
         what = None
@@ -282,6 +285,10 @@ class PreparedCalls:
         )
         prepared.members = size if members is None else members
         return prepared
+
+    def _topology_for(self, dtype: DType, op: ReduceOp | None, wish: str | None) -> Topology:
+        halves = op is not None and dtype.name in ("float16", "bfloat16")
+        return self._undivided if halves and not wish else self._topology
 
     def _lower(
         self,

@@ -151,7 +151,7 @@ def shape_of(engine: Engine) -> GroupShape:
     """Return the shape of a group's table."""
     over = "shared-memory" if engine.shares_memory else engine.comm.transport.name
     comm = engine.comm
-    return GroupShape(engine.name, over, comm.size, engine.ranks_per_host, comm.round_trip_us)
+    return GroupShape(engine.name, over, comm.size, engine.local, comm.round_trip_us)
 
 
 def agreed(

@@ -32,6 +32,10 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_RANKS_PER_HOST": Variable(
         "0", "C++ engine: ranks to treat as one host, to try out several hosts; 0: the real hosts"
     ),
+    "UNISONO_NODES": Variable(
+        "numa",
+        "nodes of a host: numa, cache (of an L3 cache), 0 (one), or a number of ranks each",
+    ),
     "UNISONO_SHARED_MEMORY": Variable("1", "0: this rank sends and receives only over sockets"),
     "UNISONO_TOKEN": Variable(
         "", "secret of the job, which its store requires; `unisono run` makes a token"

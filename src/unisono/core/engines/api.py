@@ -295,8 +295,8 @@ class Engine(ABC):
     shares_memory = False
     """Whether programs of `post` and `read` steps are faster than programs of messages."""
 
-    ranks_per_host = 1
-    """Number of ranks per host if it is equal and ranks are numbered host by host; else 1."""
+    local = 1
+    """Ranks of a host, or of a node if there is one host; see `Topology.local`."""
 
     has_collectives = False
     """Whether tasks name their collective (`Prepared.what`) if any algorithm may run it."""

@@ -30,6 +30,7 @@ from unisono.core.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.core.engines.native_queue import QueueEngine
 from unisono.core.engines.reference import TaskRun
 from unisono.core.engines.shared_memory import SLOT_BYTES, share_memory
+from unisono.core.platform.nodes import memory_node
 from unisono.core.schedules import (
     Layout,
     Program,
@@ -119,12 +120,20 @@ def _ask_others(engine: NativeEngine | None) -> None:
     engine._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)
 
 
-def _regular(hosts: Sequence[str]) -> int:
-    """Return the ranks per host if it is equal and ranks are numbered host by host; else 1."""
-    count = hosts.count(hosts[0])
-    rows = [set(hosts[at : at + count]) for at in range(0, len(hosts), count)]
-    regular = all(len(row) == 1 for row in rows) and len(set(hosts)) * count == len(hosts)
+def _regular(parts: Sequence[str] | Sequence[int]) -> int:
+    """Return the ranks per part if it is equal and ranks are numbered part by part; else 1."""
+    count = [*parts].count(parts[0])
+    rows = [set(parts[at : at + count]) for at in range(0, len(parts), count)]
+    regular = all(len(row) == 1 for row in rows) and len(set(parts)) * count == len(parts)
     return count if regular else 1
+
+
+def _ranks_of_part(hosts: Sequence[str], nodes: Sequence[int]) -> int:
+    """Return the ranks of a host, or of a node if there is one host; see `Topology.local`."""
+    if len(set(hosts)) > 1:
+        return _regular(hosts)
+    found = _regular(nodes)
+    return found if found > 1 else len(nodes)
 
 
 def _choose_isa(name: str) -> None:
@@ -155,7 +164,9 @@ class NativeEngine(QueueEngine):
         self._crowded = crowded
         self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
         self.shares_memory = len(set(self._hosts)) == 1
-        self.ranks_per_host = _regular(self._hosts)
+        nodes = comm.transport.nodes or (0,) * comm.transport.world_size
+        self._nodes = [nodes[rank] for rank in comm.ranks]
+        self.local = _ranks_of_part(self._hosts, self._nodes)
         self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None
         self._steps: Any = None
@@ -345,6 +356,19 @@ class NativeEngine(QueueEngine):
 
     # ---- setting up -----------------------------------------------------------------------
 
+    def _slot_node(self) -> int:
+        """Return the NUMA node on which to keep what this rank posts; -1: on its own.
+
+        It is the node of the readers if all other ranks are on one other node. If readers are on
+        several nodes, the rank's own is best: the writes and a part of the reads stay on it.
+        """
+        nodes = self._nodes
+        others = {nodes[rank] for rank in range(self.comm.size) if rank != self.comm.rank}
+        apart = len(others) == 1 and nodes[self.comm.rank] not in others
+        if not apart or config.get("UNISONO_NODES") != "numa" or memory_node() < 0:
+            return -1
+        return others.pop()
+
     def _connect(self, run: TaskRun) -> None:
         """Make or open the group's memory; all ranks get the same result."""
         comm = self.comm
@@ -355,6 +379,7 @@ class NativeEngine(QueueEngine):
         if self.shares_memory:
             if (shared := share_memory(comm, run)) is not None:
                 segment, pids = shared
+                segment.place_slots(comm.rank, self._slot_node())
                 self._group = _engine.Group(segment, comm.rank, pids, self._crowded)
             else:
                 self.over = "messages"

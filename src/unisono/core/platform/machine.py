@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import math
 import mmap
 import os
@@ -40,12 +39,6 @@ def cpu_model() -> str:
     """Return the name of this machine's processor."""
     found = re.search(r"^model name\s*:\s*(.*\S)", read_text("/proc/cpuinfo"), re.M)
     return found[1] if found else platform.processor() or "unknown"
-
-
-def numa_nodes() -> list[str]:
-    """Return the cores of each NUMA node, such as "0-3,8"; empty if they are unknown."""
-    paths = sorted(glob.glob("/sys/devices/system/node/node[0-9]*/cpulist"))
-    return [read_text(path) for path in paths]
 
 
 def by_core(cpus: Sequence[int]) -> list[list[int]]:

@@ -53,7 +53,7 @@ class AlgorithmEntry:
         uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
         ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
         two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
-            host by host.
+            host by host, or such nodes of one host.
         registered: Whether a user added the algorithm, so that it may differ on the ranks.
     """
 
@@ -72,7 +72,10 @@ def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> 
 
 
 def _levels(builder: Callable[..., Schedule], *, pipelined: bool = False) -> AlgorithmEntry:
-    needs = "several hosts with equally many ranks, two at least, numbered host by host"
+    needs = (
+        "several hosts with equally many ranks, two at least, numbered host by host, or such nodes "
+        "of one host"
+    )
     return AlgorithmEntry(builder, needs=needs, pipelined=pipelined, two_level=True)
 
 
@@ -467,7 +470,7 @@ def build(
         world_size: Number of ranks that take part.
         root: The root's rank; -1 for a collective without a root.
         pipeline: Number of chunks in the pipeline; 1 for algorithms without a pipeline.
-        local: Ranks per host, for algorithms with two levels.
+        local: Ranks per host or node, for algorithms with two levels; see `Topology.local`.
 
     Raises:
         InvalidArgumentError: A name is unknown, or the algorithm does not serve this world size.

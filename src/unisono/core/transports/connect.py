@@ -26,6 +26,7 @@ from unisono.core.stores.tcp.handshake import TOKEN_HINT
 from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refusal, refused_client
 from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
+from unisono.core.transports.nodes import nodes_of, published
 from unisono.core.transports.registry import make_transport
 from unisono.errors import (
     Context,
@@ -86,7 +87,7 @@ def connect(
     """
     addresses: list[str] = []
     try:
-        host, kind = host_of(), kind or config.get("UNISONO_TRANSPORT")
+        host, place, kind = host_of(), published(), kind or config.get("UNISONO_TRANSPORT")
         transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
     except Exception as error:
         # The other ranks need not wait for this rank, which waits until they know.
@@ -109,11 +110,11 @@ def connect(
             endpoint += "".join(host.partition("/")[0].partition("+")[1:])
             host = ""
         trip = getattr(innermost(store), "round_trip_us", None)
-        mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
+        mine = f"{host} {place} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
         protection = transport.protection and f"+{transport.protection}"
         mine += f"{transport.name}{protection}\t{transport.address}"
-        number, published = _publish(store, rank, world_size, deadline, mine)
-        hosts, endpoints, words, trips, found = published
+        number, texts = _publish(store, rank, world_size, deadline, mine)
+        hosts, places, endpoints, words, trips, found = texts
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
         _check_transports([n for n, _ in named], transport, is_near=on_one_host(hosts, trips_us))
@@ -121,8 +122,8 @@ def connect(
         addresses += (address for _, address in named)
         transport.world_number = number
         transport.hosts = _placed(hosts)
-        transport.words = tuple(words)
-        transport.trips_us = trips_us
+        transport.nodes = nodes_of(transport.hosts, places)
+        transport.words, transport.trips_us = tuple(words), trips_us
         transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
             near = [other == host for other in hosts]
@@ -140,7 +141,7 @@ def connect(
 def _publish(
     store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
 ) -> tuple[int, list[list[str]]]:
-    """Publish 5 texts, separated by spaces; only the last may have spaces.
+    """Publish 6 texts, separated by spaces; only the last may have spaces.
 
     Returns:
         The number of the world in this store, and for each text the texts of all ranks.
@@ -157,8 +158,8 @@ def _publish(
             context=Context(rank=rank, world_size=world_size, peers=blamed),
             hint="look at the output of those ranks",
         )
-    rows = [text.split(" ", 4) for text in texts]
-    foreign = tuple(at for at, row in enumerate(rows) if "\t" not in "".join(row[4:]).split(" ")[0])
+    rows = [text.split(" ", 5) for text in texts]
+    foreign = tuple(at for at, row in enumerate(rows) if "\t" not in "".join(row[5:]).split(" ")[0])
     if foreign and not failed:
         raise UnsupportedError(
             f"rank {rank} of {world_size} does not understand {name_ranks(foreign)}, whose version "

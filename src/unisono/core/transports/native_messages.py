@@ -30,6 +30,7 @@ from unisono.core.base.net.tls import session_of
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.base.threads.completion import Completion
 from unisono.core.base.threads.worker import WorkerThread
+from unisono.core.platform.nodes import memory_node
 from unisono.core.transports.messages import (
     ANY_TAG,
     CLOSED,
@@ -106,7 +107,7 @@ class NativeMessages(AnyMessages):
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
         nonce = os.urandom(_NONCE_BYTES)
-        fd = self.native.create(nonce)
+        fd = self.native.create(nonce, memory_node())
         if fd < 0:
             raise OSError(-fd, os.strerror(-fd))
         self.endpoint = f"{os.getpid()}:{fd}:{nonce.hex()}:{self._channels}"

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.core.platform.machine import CAN_BIND, allowed_cpus, by_core, cpu_quota, numa_nodes
+from unisono.core.platform.machine import CAN_BIND, allowed_cpus, by_core, cpu_quota
+from unisono.core.platform.nodes import numa_nodes
 from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.launcher.ranges import format_ranges, parse_ranges
+from unisono.launcher.ranges import format_ranges
 
 MODES = ("none", "core", "numa", "auto")
 """Values of `--bind`.
@@ -47,8 +48,8 @@ class HostCPUs:
         allowed = sorted(allowed_cpus())
         nodes = []
         placed: set[int] = set()
-        for listed in numa_nodes():
-            cpus = [cpu for cpu in parse_ranges(listed) if cpu in allowed]
+        for node in numa_nodes().values():
+            cpus = [cpu for cpu in node if cpu in allowed]
             placed.update(cpus)
             nodes.append(by_core(cpus))
         nodes.append(by_core([cpu for cpu in allowed if cpu not in placed]))

@@ -131,8 +131,8 @@ def _function(text: str) -> Callable[..., Any]:
     )
 
 
-def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
-    """Check that an algorithm for equal hosts has them.
+def check_hosts(op: str, name: str, p: int, per_host: int, part: str = "host") -> None:
+    """Check that an algorithm for equal hosts has them, or equal nodes of one host.
 
     Raises:
         InvalidArgumentError: The last host has fewer ranks, there is one host, or one rank on each.
@@ -151,8 +151,8 @@ def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
         )
     if p % per_host:
         raise InvalidArgumentError(
-            f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
-            f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
+            f"{op} ({name}) needs equally many ranks on each {part}; {p} ranks on "
+            f"{-(-p // per_host)} {part}s are {per_host} per {part}, and {p % per_host} on the last"
         )
 
 

@@ -71,6 +71,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("op", type=operation(OP_NAMES), choices=OP_NAMES, metavar="OP", help=names)
     add_ranks(parser, "ranks (8)", "-n", "-p", default=8)
     add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
+    add("--nodes", type=positive, default=0, metavar="N", help="NUMA nodes of one host")
     add_algorithms(parser, HELP, required=True, metavar="NAME")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add(
@@ -169,16 +170,19 @@ def _timeline(options: argparse.Namespace) -> Timeline:
 
     name = named(options.op, options.algorithm)
     net = None if options.net is None else machine_of(options.net)
-    p, hosts = options.ranks, options.hosts
-    per_host = per_host_of(p, hosts) if hosts else 1
+    p, hosts, nodes = options.ranks, options.hosts, options.nodes
+    if hosts and nodes:
+        raise InvalidArgumentError("--hosts and --nodes: levels are hosts, or nodes of one host")
+    per_host = per_host_of(p, hosts or nodes or p, "NUMA nodes" if nodes else "hosts")
     local = 1 if p % per_host else per_host
     if net is not None:
         if hosts:
             net.values["ranks_per_host"] = per_host
-        local = local_of(net, p)
-        per_host = net.values["ranks_per_host"]
+        if nodes:
+            net.set_parts(p, per_host)
+        local, per_host = local_of(net, p), net.part(p)
         options.size = options.size or _SIZE
-    check_hosts(options.op, name, p, per_host)
+    check_hosts(options.op, name, p, per_host, "node" if nodes else "host")
     if net is not None and not options.pipeline:
         options.pipeline = depth_of(options, net, name, (p, local, options.size))
     options.pipeline = options.pipeline or 1
@@ -209,6 +213,7 @@ def _run(options: argparse.Namespace, net: Machine, schedule: Schedule) -> Timel
     hosts = -(-p // net.values["ranks_per_host"])
     about = f"{size_text(options.size)} on net {Path(net.name).stem}"
     about += f" of {hosts} hosts" * (1 < hosts < p)
+    about += f" of {options.nodes} nodes" * (options.nodes > 1)
     about += f", {options.pipeline} pieces" * (options.pipeline > 1)
     if (channels := net.of(name)["channels"]) > 1 and options.op in CHANNELLED:
         # Each would be a lane of each rank.

@@ -49,10 +49,12 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Show which algorithm a group takes for an operation and a size, and why: the built-in rule, a table
 that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE,
-UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as in a group.
+UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST, UNISONO_NODES and UNISONO_DETERMINISTIC count as in a
+group.
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
-is measured and not modelled: without --net they have no prediction. measured is the mean of the
+is measured and not modelled, unless they are on several NUMA nodes: without --net they have no
+prediction. measured is the mean of the
 table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table.
 "~" marks approximate times, as in `unisono simulate`.
 
@@ -77,6 +79,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("size", type=checked(_nbytes), nargs="?", metavar="SIZE", help=_SIZE)
     add_ranks(parser, "ranks (2; of an algorithm, few)", "-n", "-p")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
+    nodes = "NUMA nodes of one host (1; UNISONO_NODES)"
+    add("--nodes", type=positive, default=0, metavar="N", help=nodes)
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
@@ -129,6 +133,7 @@ def _explain(options: argparse.Namespace) -> int:
         choice, why = Choice(f"compress={options.compress}", 1), "the call allows it"
     depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
     hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
+    hosts += f" of {options.nodes} nodes" if options.nodes else ""
     over = shape.over.replace("-", " ")
     print(
         f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
@@ -233,7 +238,25 @@ def _shape(options: argparse.Namespace) -> GroupShape:
     options.per_host = fullest if near and same else 1
     trip_us = round_trip_class(_round_trip_us(options)) if apart else 0
     over = "shared-memory" if near and options.hosts == 1 else transport
+    if over == "shared-memory":
+        local = _ranks_per_node(options)
+    elif options.nodes:
+        raise InvalidArgumentError(
+            f"--nodes {options.nodes}: only ranks that share memory use nodes"
+        )
     return GroupShape(engine, over, options.ranks, local if near else 1, trip_us)
+
+
+def _ranks_per_node(options: argparse.Namespace) -> int:
+    """Return the ranks of each NUMA node of a host, or all ranks, as the native engine does."""
+    from unisono.core.transports.nodes import virtual_size
+
+    size = virtual_size(config.get("UNISONO_NODES"))
+    if options.nodes:
+        size = per_host_of(options.ranks, options.nodes, "NUMA nodes")
+    p = int(options.ranks)
+    options.nodes = p // size if 1 < size < p and p % size == 0 else 0
+    return size if options.nodes else p
 
 
 def _round_trip_us(options: argparse.Namespace) -> float:
@@ -254,20 +277,23 @@ def _how(table: ChoiceTable | None) -> str:
 
 def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     """Return the network of the predictions, or None if there are none."""
-    if options.net is None and topology.shared_memory:
+    if options.net is None and topology.shared_memory and not options.nodes:
         print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
         return None
     from unisono.core.schedules.choice.far import far_apart
 
-    net = machine_of(options.net or default_net(options.per_host), options.model)
+    net = machine_of(options.net or default_net(options.per_host, options.nodes), options.model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = options.per_host
+    elif topology.shared_memory and options.nodes:
+        net.set_parts(options.ranks, topology.local)
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
         # A switch has two links.
         links = 2 if net.values["topology"] == "switch" else 1
         net.values["latency_us"] = topology.round_trip_us / 2 / links
-    per_host = net.values["ranks_per_host"]
-    print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
+    per_host = f"{net.values['ranks_per_host']} per host"
+    per_host += f", {topology.local} per node" * (options.nodes > 0)
+    print(f"# predicted: net {net.name}, {per_host}, model {net.values['model']}")
     if net.values["model"] == "alpha-beta":
         print(f"# {SHARE_NO_LINK}")
     return net

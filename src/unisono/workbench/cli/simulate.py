@@ -96,6 +96,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
     add_ranks(parser, "ranks (16)", "-n", "-p", type=counts, metavar="N,N")
     add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
+    nodes = "NUMA nodes of a host (what the network has)"
+    add("--nodes", type=positive, default=0, metavar="N", help=nodes)
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
@@ -262,16 +264,21 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Return the machine of --net, with the ranks per host of --hosts."""
+    """Return the machine of --net, with the ranks per host of --hosts, per node of --nodes."""
     per_host = 0
     if options.hosts:
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
         per_host = per_host_of(options.ranks[0], options.hosts)
-    options.net = options.net or default_net(per_host)
+    options.net = options.net or default_net(per_host, options.nodes)
     net = machine_of(options.net, options.model)
     own = net.values["ranks_per_host"]
     net.values["ranks_per_host"] = per_host or own
+    if options.nodes:
+        if len(options.ranks) > 1:
+            raise InvalidArgumentError("--nodes needs one number of ranks")
+        per_host = per_host or options.ranks[0]
+        net.set_parts(per_host, per_host_of(per_host, options.nodes, "NUMA nodes"))
     # What others measured is an all_reduce on the hosts of the file, in its model.
     same = options.op == "all_reduce" and net.values["ranks_per_host"] == own
     if not same or options.model or options.pipeline > 1:
@@ -279,8 +286,10 @@ def _machine(options: argparse.Namespace) -> Machine:
     return net
 
 
-def default_net(per_host: int) -> str:
+def default_net(per_host: int, nodes: int = 0) -> str:
     """Return the network of a command without --net; the one for many ranks per host has hosts."""
+    if nodes > 1:
+        return "two-socket"
     return "fat-tree" if per_host > 1 else "switch"
 
 
@@ -475,7 +484,9 @@ def _scheduled(
         if options.goal:
             raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
         return net.in_switches(name, p, nbytes, options.pipeline)
-    check_hosts(options.op, name, p, net.values["ranks_per_host"])
+    part = net.part(p)
+    kind = "host" if part == net.values["ranks_per_host"] else "node"
+    check_hosts(options.op, name, p, part, kind)
     depth = depth_of(options, net, name, shape)
     root = options.root if options.op in ROOTED else -1
     return build(options.op, name, p, root, depth, local), None, depth
@@ -494,21 +505,21 @@ def depth_of(
     return options.pipeline or select(options.op, nbytes, topology_on(net, p), name).pipeline
 
 
-def per_host_of(p: int, hosts: int) -> int:
-    """Return the ranks per host; the last host may have fewer.
+def per_host_of(p: int, hosts: int, parts: str = "hosts") -> int:
+    """Return the ranks per host; the last host may have fewer. Or those of other parts.
 
     Raises:
         InvalidArgumentError: A host has no rank.
     """
     per_host = -(-p // hosts)
     if -(-p // per_host) != hosts:
-        raise InvalidArgumentError(f"-n {p} does not fill {hosts} hosts")
+        raise InvalidArgumentError(f"-n {p} does not fill {hosts} {parts}")
     return per_host
 
 
 def local_of(net: Machine, p: int) -> int:
-    """Return the ranks per host, or 1 if the last host has fewer."""
-    local: int = net.values["ranks_per_host"]
+    """Return the ranks per host, or 1 if the last host has fewer; see `Topology.local`."""
+    local = net.part(p)
     return local if p % local == 0 else 1
 
 
@@ -517,7 +528,10 @@ def topology_on(net: Machine, p: int) -> Topology:
     from unisono.core.schedules import Topology
     from unisono.core.schedules.choice.far import round_trip_class
 
-    apart = p > net.values["ranks_per_host"]
+    apart, has_nodes = p > net.values["ranks_per_host"], net.values["ranks_per_node"]
+    if has_nodes and not apart:  # The ranks share memory.
+        part = net.part(p)
+        return Topology(p, True, p if p % part else part)
     return Topology(
         p, False, local_of(net, p), round_trip_class(2 * net.delay_us(p)) if apart else 0
     )

@@ -24,6 +24,7 @@ from unisono.workbench.simulate.networks import (
     Switch,
     Torus,
 )
+from unisono.workbench.simulate.numa import NumaHosts
 from unisono.workbench.simulate.switches import Switched, nvls, slices
 
 # Of switches that reduce inside hosts; the second is for several hosts.
@@ -44,6 +45,7 @@ _KEYS: dict[str, Any] = {
     "about": "", "source": "", "model": "links", "topology": "hosts",
     "ranks_per_host": 1, "interfaces": 1, "interface_order": "turn", "width": 0,
     "channels": 1, "channel_gbps": float("inf"),
+    "ranks_per_node": 0, "node_us": 0.0, "node_gbps": float("inf"), "far_gbps": float("inf"),
     "inside_us": 0.0, "inside_gbps": float("inf"), "latency_us": 0.0, "gbps": float("inf"),
     "efficiency": 1.0, "inside_efficiency": 1.0,
     "links": [], "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
@@ -60,8 +62,8 @@ _KEYS: dict[str, Any] = {
 # The limits of numbers; see `_check`. Times of larger numbers do not fit into picoseconds, and
 # links of more into memory.
 _MOST = {
-    "ranks_per_host": 1e6, "interfaces": 4096, "channels": 4096, "efficiency": 1,
-    "inside_efficiency": 1,
+    "ranks_per_host": 1e6, "ranks_per_node": 1e6, "interfaces": 4096, "channels": 4096,
+    "efficiency": 1, "inside_efficiency": 1,
 }  # fmt: skip
 _LEAST = {"ranks_per_host": 1, "interfaces": 1, "channels": 1}
 # Of what is above 0.
@@ -113,12 +115,26 @@ class Machine:
                 v["pod_hosts"], v["oversubscription"], _ps(v["pod_us"]), v["dragonfly"],
                 v["routing"] == "hashed",
             )  # fmt: skip
-        return Hosts(
+        hosts = Hosts(
             size, v["ranks_per_host"],
             LinkSpec(_ps(v["inside_us"]), v["inside_gbps"] * v["inside_efficiency"]), spec,
             interfaces=v["interfaces"], pods=pods, cut_through=cut,
             blocks=v["interface_order"] == "blocks",
         )  # fmt: skip
+        if not v["ranks_per_node"]:
+            return hosts
+        link = LinkSpec(_ps(v["node_us"]), v["node_gbps"], v["whole_ns"])
+        return NumaHosts(hosts, v["ranks_per_node"], link, LinkSpec(0, v["far_gbps"]))
+
+    def part(self, size: int) -> int:
+        """Return the ranks per host; if there is one host of several NUMA nodes, those per node."""
+        per_host, per_node = self.values["ranks_per_host"], self.values["ranks_per_node"]
+        part: int = per_node if size <= per_host and 0 < per_node < size else per_host
+        return part
+
+    def set_parts(self, per_host: int, per_node: int) -> None:
+        """Give hosts, and NUMA nodes inside them, another number of ranks."""
+        self.values.update(ranks_per_host=per_host, ranks_per_node=per_node)
 
     def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
         """Return a schedule and its network, with the channels of the machine if both have them."""

@@ -91,6 +91,9 @@ def reason(
     if far_apart(topology.world_size, topology.round_trip_us):
         trip = f"{topology.round_trip_us / 1000:g} ms between hosts"
         return _rule_text(found, f"the built-in estimate for {trip} has it")
+    p, local = topology.world_size, topology.local
+    if topology.shared_memory and 1 < local < p:
+        return _rule_text(found, f"the built-in estimate for {p // local} nodes has it")
     return _rule_text(found, "the built-in rule has it")
 
 

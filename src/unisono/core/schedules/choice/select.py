@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.core.schedules.choice.far import far_apart, fastest, overflows
+from unisono.core.schedules.choice.nodes import over_nodes
 from unisono.core.schedules.choice.override import EVERY, parse_override
 from unisono.core.schedules.choice.tables import ChoiceTable
 from unisono.core.schedules.ir import REDUCING, ROOTED, ceil_log2, is_power_of_two
@@ -50,8 +51,9 @@ class Topology:
     Attributes:
         world_size: Number of ranks that take part.
         shared_memory: Whether all ranks can read one another's memory.
-        local: Ranks per host, if it is equal on all hosts and ranks are numbered host by host;
-            else 1.
+        local: Ranks of the inner level, which is a host; if all ranks have one host, its NUMA
+            node. Ranks per host if that is equal on all hosts, and ranks are numbered host by
+            host, else 1. On one host likewise per node, else the number of all ranks.
         round_trip_us: Between hosts, as a `round_trip_class`; 0: there is one host.
     """
 
@@ -149,9 +151,11 @@ def _unusable(
 
 def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, ...]:
     """Return the choice of the default rule, then the choices to fall back to."""
-    if topology.shared_memory:
-        return (_shared(collective, nbytes, topology.world_size),)
     p = topology.world_size
+    if topology.shared_memory:
+        name = _shared(collective, nbytes, p)
+        apart = 1 < topology.local < p
+        return over_nodes(collective, nbytes, p, topology.local, name) if apart else (name,)
     if far_apart(p, topology.round_trip_us):
         return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
     flat = _messages(collective, nbytes, p)

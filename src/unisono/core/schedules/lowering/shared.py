@@ -175,18 +175,34 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
     if schedule.world_size == 2:
         readers = 1 - posters
     used = _posts_read(readers, posters, steps[reads, 1], ranks[reads], schedule.world_size)
-    alone = readers[used] == ranks[reads]
+    number = np.arange(len(posts))
+    first = _bases(schedule, units)[steps[posts, 2]] + steps[posts, 3]
+    once = _first_of_equals(posters, stages, first, steps[posts, 6])
+    alone = (readers[used] == ranks[reads]) & (np.bincount(once, minlength=1)[once] == 1)[used]
+    used = once[used]
     results = alone & np.isin(steps[reads, 0], _REDUCES)
     places = _places(steps, ranks, posts, reads[results], used[results], _bases(schedule, units))
     rows = np.concatenate([steps[:, :7], np.full((len(steps), 3), -1), steps[:, 7:]], axis=1)
-    number = np.arange(len(posts))
     for at, post in ((posts, number), (reads, used)):
         rows[at, 7:10] = np.stack([ranks[posts[places[post]]], places[post], stages[post]], axis=1)
-    first = _bases(schedule, units)[steps[posts, 2]] + steps[posts, 3]
-    last = np.where(places == number, first + steps[posts, 6], first)
+    last = np.where((places == number) & (once == number), first + steps[posts, 6], first)
     separable = not schedule.input_chunks or int(steps[:, 6].max(initial=0)) <= units
     firsts = np.searchsorted(posts, begins[ranks[posts]])
-    return _Outline(rows, begins, firsts, np.stack([first, last]), separable)
+    kept = np.delete(np.arange(len(rows)), posts[once != number])
+    begins = np.searchsorted(ranks[kept], np.arange(schedule.world_size + 1))
+    return _Outline(rows[kept], begins, firsts, np.stack([first, last]), separable)
+
+
+def _first_of_equals(*columns: IntArray) -> IntArray:
+    """Return for each post the first post that is equal in all columns.
+
+    What a rank posts for several ranks in one stage it copies once, for all of them.
+    """
+    order = np.lexsort(columns)
+    begins = (np.diff(np.stack(columns)[:, order], prepend=-1) != 0).any(axis=0)
+    once: IntArray = np.empty_like(order)
+    once[order] = order[np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
+    return once
 
 
 def _posts_read(
