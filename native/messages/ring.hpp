@@ -38,7 +38,7 @@ constexpr size_t kStepBytes = 16 * 1024;
 
 // The step for messages from this size on, because publishing less often saves more the less the
 // cores share. For 64 MiB, which bypass the cache, it was slower.
-constexpr uint64_t kLongBytes = 1024 * 1024;
+constexpr uint64_t kLongBytes = 512 * 1024;
 constexpr size_t kLongStepBytes = 64 * 1024;
 
 // A head never wraps around. With a payload of 32 bytes it is one cache line.

@@ -32,7 +32,7 @@ constexpr int64_t kReadingNs = 300'000;
 uint32_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
   if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
-  past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
+  past_cache_ = buffers.output_count * itemsize_ >= static_cast<int64_t>(kStreamBytes);
   if (direct_pause_ != 0) {
     --direct_pause_;
     return 0;
@@ -86,7 +86,7 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
 }
 
 // Whether direct reading of this post saves time. The kernel copies small pages in three times the
-// time. With a quarter in small pages a rank loses what it saves by not filling its slot. A rank
+// time. Up to a quarter in small pages it gains: arrays of NumPy begin and end with some. A rank
 // that only posts loses: the ranks that read would wait for one copying core instead of two.
 bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;

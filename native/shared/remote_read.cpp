@@ -66,7 +66,7 @@ bool HugePages::covers(const void* data, size_t nbytes) {
     if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * probes))) ++found;
   }
   if (page_map >= 0) close(page_map);
-  const bool is_huge = found * 8 >= probes * 7;
+  const bool is_huge = found * 4 >= probes * 3;
   entries_[next_++ % std::size(entries_)] = {data, nbytes, is_huge, 0};
   return is_huge;
 }

@@ -13,7 +13,7 @@ namespace unisono {
 // to 4 times as fast as out of pages of 4 KiB. It must find each page.
 class HugePages {
  public:
-  // Whether at least 7/8 of this range are in huge pages. Always false with a kernel that cannot
+  // Whether at least 3/4 of this range are in huge pages. Always false with a kernel that cannot
   // report it. The answer may be some calls old.
   bool covers(const void* data, size_t nbytes);
 

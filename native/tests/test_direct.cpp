@@ -205,6 +205,9 @@ void test_huge_pages() {
   std::fill_n(small, nbytes, 'x');
   HugePages pages;
   for (int i = 0; i < 2; ++i) assert(!pages.covers(small, half) && !pages.covers(small, nbytes));
+  // A quarter in small pages, as in many arrays of 8 MiB.
+  const size_t quarter = half / 3;
+  assert(pages.covers(small + half - quarter, half + quarter) == pages.covers(small + half, half));
   munmap(memory, nbytes + huge);
 }
 

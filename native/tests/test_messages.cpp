@@ -385,7 +385,9 @@ int main() {
     test_a_signal_that_comes_with_the_message();
   }
   ways = kRings;
-  test_both_send_first(kStreamBytes + 13);
+  for (const size_t nbytes : {kLongBytes - 13, kLongBytes, kStreamBytes + 13}) {
+    test_both_send_first(nbytes);
+  }
   test_unreachable();
   std::puts("ok");
   return 0;
