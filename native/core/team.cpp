@@ -123,10 +123,9 @@ void ThreadTeam::wait_for_parts(uint64_t parts) {
     cpu_pause();
   }
   caller_sleeps_.store(true, std::memory_order_seq_cst);  // pairs with finish_part(), as the load
-  uint64_t seen = done_.load(std::memory_order_seq_cst);
-  while (seen != parts) {
+  uint64_t seen = 0;
+  while ((seen = done_.load(std::memory_order_seq_cst)) != parts) {
     futex_wait(done_, seen, kForeverNs);
-    seen = done_.load(std::memory_order_seq_cst);  // pairs with finish_part()
   }
   caller_sleeps_.store(false, std::memory_order_relaxed);
 }

@@ -27,6 +27,7 @@ from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refusal
 from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
 from unisono.core.transports.registry import make_transport
+from unisono.core.transports.threads import threads_of, wanted_threads
 from unisono.errors import (
     Context,
     RendezvousError,
@@ -86,6 +87,7 @@ def connect(
     """
     addresses: list[str] = []
     try:
+        wanted_threads()
         host, kind = host_of(), kind or config.get("UNISONO_TRANSPORT")
         transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
     except Exception as error:
@@ -128,6 +130,8 @@ def connect(
             near = [other == host for other in hosts]
             far = far_apart(world_size, transport.round_trip_us)
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
+            pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
+            messages.make_team(threads_of(rank, hosts, pids))
         transport.watch_neighbours()
         if rank == 0:
             transport._show(store, addresses)

@@ -87,6 +87,7 @@ class NativeMessages(AnyMessages):
 
     Attributes:
         endpoint: How other ranks reach this rank's rings, or make wires to it; without spaces.
+        team: The threads that share the loops of large calls; None: only the caller's.
 
     Raises:
         OSError: The memory cannot be made.
@@ -102,6 +103,7 @@ class NativeMessages(AnyMessages):
         self._open: dict[int, Any] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
+        self.team: Any = None
         self._server = WorkerThread(f"unisono-messages-{links.rank}")
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
@@ -152,6 +154,12 @@ class NativeMessages(AnyMessages):
         self._warn_of_channels(theirs)
         self.addresses = addresses
         self.native.introduce(addresses, crowded, far)
+
+    def make_team(self, threads: int) -> None:
+        """Have so many threads share the loops of large calls; called before the first call."""
+        if threads > 1:
+            _log.info("%d threads share the loops of calls above 1 MiB", threads)
+            self.team = _engine.ThreadTeam(threads)
 
     def _warn_of_channels(self, channels: Sequence[int]) -> None:
         others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
@@ -329,6 +337,8 @@ class NativeMessages(AnyMessages):
             assert self._links.wires is not None
             self._links.wires.read_to_end(socket.socket(fileno=fd))
         self._server.join()
+        if self.team is not None:
+            self.team.close()
 
     def before_fork(self) -> None:
         self.native.hold()
