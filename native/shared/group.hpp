@@ -109,6 +109,7 @@ class Group final : public Runner {
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   const char* operand_of(const Step& step, int64_t done, int64_t* count) const;
   void apply(const Step& step, char* place);
+  void apply_shared(const Step& step, char* place);
   template <class CopyToSlot>
   void move(const Step& step, char* place, int64_t begin, int64_t end, CopyToSlot copy_out) const;
 

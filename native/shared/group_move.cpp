@@ -60,20 +60,26 @@ const char* Group::operand_of(const Step& step, int64_t done, int64_t* count) co
 // Copy or reduce a step's elements: into `place`, out of `place`, or between buffers if `place` is
 // nullptr.
 void Group::apply(const Step& step, char* place) {
+  if (shared_by_ != nullptr) return apply_shared(step, place);
+  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
+  move(step, place, 0, whole, [this](char* into, const char* from, size_t nbytes) {
+    copy_out_.copy(into, from, nbytes);
+  });
+}
+
+// As apply(), by several threads.
+void Group::apply_shared(const Step& step, char* place) {
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
   const bool fills_slot = sends(step.op) && !reuses_posts_;
-  if (shared_by_ == nullptr || (fills_slot && copy_out_.is_measured_next())) {
-    return move(step, place, 0, whole, [this](char* into, const char* from, size_t nbytes) {
-      copy_out_.copy(into, from, nbytes);
-    });
-  }
+  ThreadTeam* const team = fills_slot && copy_out_.is_measured_next() ? nullptr : shared_by_;
   int64_t together = whole;
   const char* at = place;
   if (!sends(step.op)) at = address_of(step.dst_buf, step.dst_off, &together);
-  share(shared_by_, at, static_cast<size_t>(whole), static_cast<size_t>(itemsize_),
+  share(team, at, static_cast<size_t>(whole), static_cast<size_t>(itemsize_),
         [&](size_t begin, size_t end) {
           move(step, place, static_cast<int64_t>(begin), static_cast<int64_t>(end),
-               [this](char* into, const char* from, size_t nbytes) {
+               [&](char* into, const char* from, size_t nbytes) {
+                 if (team == nullptr) return copy_out_.copy(into, from, nbytes);
                  copy_out_.copy_part(into, from, nbytes);
                });
         });
