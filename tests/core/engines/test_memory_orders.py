@@ -963,7 +963,7 @@ def share(order: Orders, number: int, parts: int) -> Body:
 
 @protocol
 def a_loop_is_shared(order: Orders) -> list[Thread]:
-    """The caller sees what the helper wrote, whoever did the parts, and sleeps until it is there."""
+    """The caller sees all results, whoever did the parts, and sleeps until they are there."""
 
     def caller() -> Body:
         yield from share(order, 1, 2)
@@ -976,7 +976,7 @@ def a_loop_is_shared(order: Orders) -> list[Thread]:
 
 @protocol
 def two_loops_are_shared(order: Orders) -> list[Thread]:
-    """A helper that comes late does a part of the second loop, and not with the first loop's data."""
+    """A helper that comes late does a part of the second loop with the data of that loop."""
 
     def caller() -> Body:
         for number in (1, 2):

@@ -1,4 +1,4 @@
-"""UNISONO_THREADS: threads that share the loops of a rank's large calls change no bit of a result."""
+"""UNISONO_THREADS: threads that share the loops of large calls change no bit of a result."""
 
 import math
 import os
@@ -191,8 +191,7 @@ def machine(monkeypatch):
             return cpus[pid]
 
         monkeypatch.setattr(threads, "allowed_cpus", allowed)
-        monkeypatch.setattr(threads, "by_core", lambda c: [c[i::siblings] for i in range(1)] * (
-            len(c) // siblings))  # fmt: skip
+        monkeypatch.setattr(threads, "by_core", lambda found: found[::siblings])
         monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
 
     return make

@@ -28,8 +28,8 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_MOVE": Variable("1", "0: waiting ranks do not move to other cores"),
     "UNISONO_THREADS": Variable(
         "auto",
-        "threads that share the loops of a rank's calls above 1 MiB; auto: its cores, divided among "
-        "the ranks that share them, at most 8",
+        "threads of a rank for calls above 1 MiB; auto: its cores, divided among the ranks that "
+        "share them, at most 8",
     ),
     "UNISONO_TRANSPORT": Variable(
         "auto", "auto, inproc, tcp, or a name that the program or a package registers"

@@ -127,11 +127,7 @@ def connect(
         transport.trips_us = trips_us
         transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
-            near = [other == host for other in hosts]
-            far = far_apart(world_size, transport.round_trip_us)
-            messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
-            pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
-            messages.make_team(threads_of(rank, hosts, pids))
+            _introduce(messages, hosts, endpoints, transport)
         transport.watch_neighbours()
         if rank == 0:
             transport._show(store, addresses)
@@ -139,6 +135,18 @@ def connect(
         transport.close()
         raise
     return transport
+
+
+def _introduce(
+    messages: NativeMessages, hosts: Sequence[str], endpoints: Sequence[str], transport: Transport
+) -> None:
+    """Tell C++ how to reach the other ranks, and how many threads a large call may have."""
+    rank, size = transport.rank, transport.world_size
+    near = [other == hosts[rank] for other in hosts]
+    far = far_apart(size, transport.round_trip_us)
+    messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
+    pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
+    messages.make_team(threads_of(rank, hosts, pids))
 
 
 def _publish(

@@ -87,7 +87,6 @@ class NativeMessages(AnyMessages):
 
     Attributes:
         endpoint: How other ranks reach this rank's rings, or make wires to it; without spaces.
-        team: The threads that share the loops of large calls; None: only the caller's.
 
     Raises:
         OSError: The memory cannot be made.
@@ -103,7 +102,6 @@ class NativeMessages(AnyMessages):
         self._open: dict[int, Any] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
-        self.team: Any = None
         self._server = WorkerThread(f"unisono-messages-{links.rank}")
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
