@@ -186,10 +186,9 @@ void Argument::fill_copies(ThreadTeam* team) const {
     if (scale.function == nullptr) continue;
     auto* made = reinterpret_cast<PyArrayObject*>(copy.made.ptr());
     const auto itemsize = static_cast<size_t>(PyArray_ITEMSIZE(made));
-    share(team, copy.packed, static_cast<size_t>(PyArray_SIZE(made)), itemsize,
-          [&](size_t begin, size_t end) {
-            scale.function(copy.packed + begin * itemsize, end - begin, scale.factor);
-          });
+    share(team, static_cast<size_t>(PyArray_SIZE(made)), itemsize, [&](size_t begin, size_t end) {
+      scale.function(copy.packed + begin * itemsize, end - begin, scale.factor);
+    });
   }
 }
 

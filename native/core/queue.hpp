@@ -53,7 +53,7 @@ struct Task {
     if (divide != nullptr) {
       char* const values = buffers.output;
       const auto itemsize = static_cast<size_t>(buffers.itemsize);
-      share(runner->team_for(buffers.output_count * buffers.itemsize), values,
+      share(runner->team_for(buffers.output_count * buffers.itemsize),
             static_cast<size_t>(buffers.output_count), itemsize, [&](size_t begin, size_t end) {
               divide(values + begin * itemsize, end - begin, divisor);
             });

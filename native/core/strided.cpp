@@ -104,7 +104,7 @@ void Strided::copy_all(char* packed, ThreadTeam* team) const {
     const auto first = static_cast<int64_t>(begin);
     copy_rows<kPacks>(packed + first * row_bytes, first, static_cast<int64_t>(end) - first);
   };
-  share(team, packed, static_cast<size_t>(counts_[0]), static_cast<size_t>(row_bytes), copy_part);
+  share(team, static_cast<size_t>(counts_[0]), static_cast<size_t>(row_bytes), copy_part);
 }
 
 // Copy `rows` rows of the outer dimension, from row `begin` on.

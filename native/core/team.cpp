@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <csignal>
 #include <exception>
-#include <numeric>
 
 #include <pthread.h>
 #include <sched.h>
@@ -16,7 +15,10 @@ namespace unisono {
 
 namespace {
 
-constexpr size_t kLineBytes = 64;
+// Parts are multiples of this many elements. So they fill whole cache lines. And a kernel that does
+// its last elements one by one, where the payload of a NaN may differ, does so in the last part only.
+constexpr size_t kUnit = 64;
+constexpr size_t kLargestElement = 16;  // what is larger is a row of a copy
 
 // Smaller parts: taking them costs more than they save. More parts than threads, so that a thread
 // that comes late leaves its share to the others.
@@ -38,16 +40,13 @@ ThreadTeam::ThreadTeam(int threads) : threads_(std::clamp(threads, 1, kMostThrea
   helpers_.reserve(static_cast<size_t>(threads_ - 1));
 }
 
-void ThreadTeam::run(Loop loop, const void* into, size_t itemsize) {
+void ThreadTeam::run(Loop loop, size_t itemsize) {
   const size_t most = kPartsPerThread * static_cast<size_t>(threads_);
   const size_t parts = std::min(loop.count * itemsize / kPartBytes, most);
   if (parts < 2) return loop.part(loop.context, 0, loop.count);
-  // So many elements fill whole lines.
-  const size_t unit = kLineBytes / std::gcd(kLineBytes, itemsize);
+  const size_t unit = itemsize <= kLargestElement ? kUnit : 1;
   loop.size = (loop.count / parts + unit) / unit * unit;
-  const size_t past = reinterpret_cast<uintptr_t>(into) % kLineBytes;
-  loop.lead = (kLineBytes - past) % kLineBytes / itemsize;
-  const uint64_t left = (loop.count - loop.lead + loop.size - 1) / loop.size;
+  const uint64_t left = (loop.count + loop.size - 1) / loop.size;
   if (left < 2 || !begin()) return loop.part(loop.context, 0, loop.count);
   loop_ = loop;
   done_.store(0, std::memory_order_relaxed);
@@ -100,9 +99,7 @@ bool ThreadTeam::do_part() {
                                         std::memory_order_relaxed));
   const size_t left = (seen & kPartMask) - 1;  // the last part of the loop is taken first
   const Loop& loop = loop_;
-  const size_t first = left == 0 ? 0 : loop.lead + left * loop.size;
-  const size_t end = std::min(loop.count, loop.lead + (left + 1) * loop.size);
-  if (first < end) loop.part(loop.context, first, end);
+  loop.part(loop.context, left * loop.size, std::min(loop.count, (left + 1) * loop.size));
   return true;
 }
 

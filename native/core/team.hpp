@@ -29,15 +29,14 @@ class ThreadTeam {
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
   // Call `part(first, end)` for ranges that make up [0, count), maybe in several threads at once.
-  // `into`: where the loop writes elements of `itemsize` bytes. Two parts share no cache line of it
-  // if its elements are aligned. While another thread's loop is shared, the caller works alone.
+  // An element has `itemsize` bytes. While another thread's loop is shared, the caller works alone.
   template <class Part>
-  void share(const void* into, size_t count, size_t itemsize, const Part& part) {
+  void share(size_t count, size_t itemsize, const Part& part) {
     run({[](const void* context, size_t first, size_t end) {
            (*static_cast<const Part*>(context))(first, end);
          },
          &part, count},
-        into, itemsize);
+        itemsize);
   }
 
   // End the threads; later calls work alone.
@@ -49,11 +48,10 @@ class ThreadTeam {
     void (*part)(const void* context, size_t first, size_t end) = nullptr;
     const void* context = nullptr;
     size_t count = 0;
-    size_t lead = 0;  // elements of the first part before the first border of a cache line
     size_t size = 0;  // elements of a part
   };
 
-  void run(Loop loop, const void* into, size_t itemsize);
+  void run(Loop loop, size_t itemsize);
   bool begin();
   void give_back();
   void start_threads();
@@ -86,9 +84,9 @@ class ThreadTeam {
 
 // As ThreadTeam::share(), or alone without a team.
 template <class Part>
-void share(ThreadTeam* team, const void* into, size_t count, size_t itemsize, const Part& part) {
+void share(ThreadTeam* team, size_t count, size_t itemsize, const Part& part) {
   if (team == nullptr) return part(size_t{0}, count);
-  team->share(into, count, itemsize, part);
+  team->share(count, itemsize, part);
 }
 
 }  // namespace unisono

@@ -190,11 +190,11 @@ class Group final : public Runner {
   int64_t itemsize_ = 1;
   ReduceFns reduce_;
   ThreadTeam* shared_by_ = nullptr;  // the threads that share the loops of this call
-  bool direct_ = false;           // whether posts are addresses
-  bool has_failed_ = false;       // whether a direct read has failed
-  uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
-  int64_t posted_bytes_ = 0;      // in this rank's slot of this epoch
-  int64_t read_bytes_ = 0;        // in this epoch
+  bool direct_ = false;              // whether posts are addresses
+  bool has_failed_ = false;          // whether a direct read has failed
+  uint32_t slot_at_[2] = {0, 0};     // of the next epoch of each parity; see Segment::slot
+  int64_t posted_bytes_ = 0;         // in this rank's slot of this epoch
+  int64_t read_bytes_ = 0;           // in this epoch
   bool reuses_posts_ = false;
   CopyOut copy_out_;         // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one

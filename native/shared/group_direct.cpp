@@ -133,9 +133,10 @@ void Group::read_posted(const Step& step, const char* place) {
   int64_t count = step.count * repeats_;
   char* into = address_of(step.dst_buf, step.dst_off, &count);
   std::atomic<bool> is_read{remote_reader_.can_read_all()};
-  share(shared_by_, into, static_cast<size_t>(count * itemsize_), 1, [&](size_t begin, size_t end) {
+  share(shared_by_, static_cast<size_t>(count * itemsize_), 1, [&](size_t begin, size_t end) {
     if (is_read.load(std::memory_order_relaxed) &&
-        !remote_reader_.read(static_cast<int>(step.peer), into + begin, from + begin, end - begin)) {
+        !remote_reader_.read(static_cast<int>(step.peer), into + begin, from + begin,
+                             end - begin)) {
       is_read.store(false, std::memory_order_relaxed);
     }
   });

@@ -20,9 +20,7 @@ Status Group::run_sum(const Step* first, const Step* last, int index) {
     if (!status.is_ok()) return status;
     read_bytes_ += step->count * itemsize_;
   }
-  int64_t together = first->count;
-  const char* into = address_of(first->dst_buf, first->dst_off, &together);
-  share(shared_by_, into, static_cast<size_t>(first->count), static_cast<size_t>(itemsize_),
+  share(shared_by_, static_cast<size_t>(first->count), static_cast<size_t>(itemsize_),
         [&](size_t begin, size_t end) {
           sum_part(first, last, static_cast<int64_t>(begin), static_cast<int64_t>(end));
         });
@@ -62,9 +60,8 @@ const char* Group::operand_of(const Step& step, int64_t done, int64_t* count) co
 void Group::apply(const Step& step, char* place) {
   if (shared_by_ != nullptr) return apply_shared(step, place);
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
-  move(step, place, 0, whole, [this](char* into, const char* from, size_t nbytes) {
-    copy_out_.copy(into, from, nbytes);
-  });
+  move(step, place, 0, whole,
+       [this](char* into, const char* from, size_t nbytes) { copy_out_.copy(into, from, nbytes); });
 }
 
 // As apply(), by several threads.
@@ -72,10 +69,7 @@ void Group::apply_shared(const Step& step, char* place) {
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
   const bool fills_slot = sends(step.op) && !reuses_posts_;
   ThreadTeam* const team = fills_slot && copy_out_.is_measured_next() ? nullptr : shared_by_;
-  int64_t together = whole;
-  const char* at = place;
-  if (!sends(step.op)) at = address_of(step.dst_buf, step.dst_off, &together);
-  share(team, at, static_cast<size_t>(whole), static_cast<size_t>(itemsize_),
+  share(team, static_cast<size_t>(whole), static_cast<size_t>(itemsize_),
         [&](size_t begin, size_t end) {
           move(step, place, static_cast<int64_t>(begin), static_cast<int64_t>(end),
                [&](char* into, const char* from, size_t nbytes) {

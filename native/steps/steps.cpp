@@ -305,7 +305,7 @@ Status Steps::receive(const Step& step) {
 void Steps::reduce(const Step& step, char* into, const char* staging, size_t nbytes) const {
   const auto itemsize = static_cast<size_t>(itemsize_);
   const bool swaps = step.op == kRecvReduce && step.peer < rank_;
-  share(shared_by_, into, nbytes / itemsize, itemsize, [&](size_t begin, size_t end) {
+  share(shared_by_, nbytes / itemsize, itemsize, [&](size_t begin, size_t end) {
     char* const sum = into + begin * itemsize;
     const char* const other = staging + begin * itemsize;
     reduce_.step(sum, swaps ? other : sum, swaps ? sum : other, end - begin);
@@ -313,9 +313,8 @@ void Steps::reduce(const Step& step, char* into, const char* staging, size_t nby
 }
 
 void Steps::copy(char* into, const char* from, size_t nbytes) const {
-  share(shared_by_, into, nbytes, 1, [&](size_t begin, size_t end) {
-    copy_chunked(into + begin, from + begin, end - begin);
-  });
+  share(shared_by_, nbytes, 1,
+        [&](size_t begin, size_t end) { copy_chunked(into + begin, from + begin, end - begin); });
 }
 
 void Steps::begin_run(int64_t timeout_ns, Idler* idler) {

@@ -79,7 +79,7 @@ void Steps::add_elements(size_t at, float* sum, char* into, const char* operand,
   const auto itemsize = static_cast<size_t>(itemsize_);
   const Step& step = steps_[at];
   const bool swaps = step.op == kRecvReduce && step.peer < rank_;  // as in reduce()
-  share(shared_by_, into, count, itemsize, [&](size_t begin, size_t end) {
+  share(shared_by_, count, itemsize, [&](size_t begin, size_t end) {
     char* const here = into + begin * itemsize;
     const char* const other = operand + begin * itemsize;
     const size_t n = end - begin;

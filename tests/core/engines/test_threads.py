@@ -80,6 +80,18 @@ def every_size(rank):
     return digest.hexdigest()
 
 
+def every_bit(rank):
+    """Floats of any bits, also NaN with different payloads on both ranks."""
+    digest = sha256()
+    for dtype, op in KINDS:
+        if np_dtype(dtype).kind in "fcV":
+            x = np.random.default_rng(rank).bytes(MIB + 4112)
+            x = np.frombuffer(bytearray(x), np_dtype(dtype))[1:]
+            dist.all_reduce(x, reduce_op(op))
+            digest.update(x.tobytes())
+    return digest.hexdigest()
+
+
 def every_layout(rank):
     """Arrays that C++ packs: transposed, and every second element."""
     p = dist.get_world_size()
@@ -106,7 +118,9 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(("body", "args"), [(every_reduction, (True,)), (every_size, ())])
+@pytest.mark.parametrize(
+    ("body", "args"), [(every_reduction, (True,)), (every_size, ()), (every_bit, ())]
+)
 def test_the_bits_of_one_thread(body, args, way, monkeypatch):
     digests = []
     for number in ("3", "1"):
