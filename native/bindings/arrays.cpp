@@ -180,12 +180,15 @@ nb::object array_of(nb::handle tensor) {
   return array_over(elements, tensor);
 }
 
-void Argument::fill_copies() const {
+void Argument::fill_copies(ThreadTeam* team) const {
   for (const Copy& copy : copies) {
-    copy.layout.pack(copy.packed);
+    copy.layout.pack(copy.packed, team);
     if (scale.function == nullptr) continue;
     auto* made = reinterpret_cast<PyArrayObject*>(copy.made.ptr());
-    scale.function(copy.packed, static_cast<size_t>(PyArray_SIZE(made)), scale.factor);
+    const auto itemsize = static_cast<size_t>(PyArray_ITEMSIZE(made));
+    share(team, static_cast<size_t>(PyArray_SIZE(made)), itemsize, [&](size_t begin, size_t end) {
+      scale.function(copy.packed + begin * itemsize, end - begin, scale.factor);
+    });
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/tensors.hpp"
+#include "core/program.hpp"
 #include "core/strided.hpp"
 #include "kernels/kernels.hpp"
 
@@ -41,12 +42,12 @@ struct Argument {
 
   // Use copies of all arrays. False: Python must make them.
   bool make_private();
-  // Copy the caller's values into the copies, and results back.
-  void fill() const {
-    if (!copies.empty()) fill_copies();
+  // Copy the caller's values into the copies, and results back; by the threads of `runner`.
+  void fill(const Runner* runner = nullptr) const {
+    if (!copies.empty()) fill_copies(team_of(runner));
   }
-  void write_back() const {
-    for (const Copy& copy : copies) copy.layout.unpack(copy.packed);
+  void write_back(const Runner* runner = nullptr) const {
+    for (const Copy& copy : copies) copy.layout.unpack(copy.packed, team_of(runner));
   }
 
   // Return what the caller gave: an array, a list of arrays, or None.
@@ -56,7 +57,11 @@ struct Argument {
   nanobind::object memory() const;
 
  private:
-  void fill_copies() const;
+  // The threads that share the copies; nullptr: one thread makes them.
+  ThreadTeam* team_of(const Runner* runner) const {
+    return runner == nullptr ? nullptr : runner->team_for(nbytes);
+  }
+  void fill_copies(ThreadTeam* team) const;
 };
 
 // The arrays of a call. An empty argument is a buffer that the program does not have.

@@ -249,13 +249,13 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
-    arrays.input.fill();
-    arrays.output.fill();
+    arrays.input.fill(task.runner);
+    arrays.output.fill(task.runner);
     status = task.runner->run(task.program, task.buffers, task.reduce, task.words.of_call(seq),
                               timeout_ns, &unlocker);
     if (status.is_ok()) {
       task.finish();
-      if (!what.keeps_output()) arrays.output.write_back();
+      if (!what.keeps_output()) arrays.output.write_back(task.runner);
     }
   }
   // Here, because Python would run the handlers before the first line of code that can handle an

@@ -198,6 +198,11 @@ NB_MODULE(_engine, m) {
          nb::arg("steps"), nb::arg("step_count"), nb::arg("loops"), nb::arg("loop_count"),
          nb::arg("scratch_count"));
 
+  nb::class_<unisono::ThreadTeam>(m, "ThreadTeam")
+    .def(nb::init<int>(), nb::arg("threads"), "Threads, with the caller's, that share loops.")
+    .def("close", &unisono::ThreadTeam::close, nb::call_guard<nb::gil_scoped_release>(),
+         "End the threads.");
+
   nb::class_<unisono::Runner>(m, "Runner")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
          "Call `late` once when a call nears its deadline.")
@@ -205,6 +210,8 @@ NB_MODULE(_engine, m) {
       "set_recorder",
       [](unisono::Runner& runner, unisono::Recorder& recorder) { runner.set_recorder(&recorder); },
       nb::arg("recorder"), nb::keep_alive<1, 2>(), "Record for which ranks its calls wait.")
+    .def("set_team", &unisono::Runner::set_team, nb::arg("team"),
+         "Share the loops of large calls among threads.")
     .def("abort", &unisono::Runner::abort, "End every wait.");
 
   nb::class_<unisono::Group, unisono::Runner>(m, "Group")

@@ -37,13 +37,13 @@ void QueuedCall::take_copies(Arrays* arrays) {
 }
 
 void QueuedCall::fill() const {
-  arrays_.input.fill();
-  arrays_.output.fill();
+  arrays_.input.fill(task.runner);
+  arrays_.output.fill(task.runner);
 }
 
 void QueuedCall::write_back() const {
   if (prepared_.is_valid() && !nb::inst_ptr<Prepared>(prepared_)->keeps_output()) {
-    arrays_.output.write_back();
+    arrays_.output.write_back(task.runner);
   }
 }
 

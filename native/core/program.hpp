@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <utility>
 
 #include "core/agreement.hpp"
 #include "core/recorder.hpp"
 #include "core/status.hpp"
+#include "core/team.hpp"
 #include "kernels/kernels.hpp"
 
 namespace unisono {
@@ -138,9 +140,16 @@ class Runner {
   }
   // Record the waits of each run. The recorder must outlive the runner's last run.
   void set_recorder(Recorder* recorder) { recorder_ = recorder; }
+  // Share the loops of large calls among threads.
+  void set_team(std::shared_ptr<ThreadTeam> team) { team_ = std::move(team); }
+  // The team for a call with a buffer of that size. nullptr: one thread does its loops.
+  ThreadTeam* team_for(int64_t nbytes) const {
+    return nbytes > ThreadTeam::kCallBytes ? team_.get() : nullptr;
+  }
 
  protected:
   Recorder* recorder_ = nullptr;  // nullptr: the calls are not recorded
+  std::shared_ptr<ThreadTeam> team_;
   std::function<void()> late_;
   int64_t late_ns_ = 0;
 

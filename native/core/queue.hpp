@@ -51,7 +51,12 @@ struct Task {
   // Compute the result from what the program has left in OUTPUT.
   void finish() const {
     if (divide != nullptr) {
-      divide(buffers.output, static_cast<size_t>(buffers.output_count), divisor);
+      char* const values = buffers.output;
+      const auto itemsize = static_cast<size_t>(buffers.itemsize);
+      share(runner->team_for(buffers.output_count * buffers.itemsize),
+            static_cast<size_t>(buffers.output_count), itemsize, [&](size_t begin, size_t end) {
+              divide(values + begin * itemsize, end - begin, divisor);
+            });
     }
   }
 };

@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <utility>
+
+#include "core/team.hpp"
 
 namespace unisono {
 
@@ -91,25 +95,40 @@ bool Strided::overlaps_itself() const {
 }
 
 template <bool kPacks>
-void Strided::copy_all(char* packed) const {
+void Strided::copy_all(char* packed, ThreadTeam* team) const {
   if (is_empty_) return;
-  static constexpr int64_t kOne = 1;
-  const int64_t* counts = dims_ == 0 ? &kOne : counts_.data();
+  if (dims_ == 0) return copy_rows<kPacks>(packed, 0, 1);
+  const int64_t row_bytes = std::accumulate(counts_.begin() + 1, counts_.begin() + dims_, itemsize_,
+                                            std::multiplies<int64_t>());
+  const auto copy_part = [&](size_t begin, size_t end) {
+    const auto first = static_cast<int64_t>(begin);
+    copy_rows<kPacks>(packed + first * row_bytes, first, static_cast<int64_t>(end) - first);
+  };
+  share(team, static_cast<size_t>(counts_[0]), static_cast<size_t>(row_bytes), copy_part);
+}
+
+// Copy `rows` rows of the outer dimension, from row `begin` on.
+template <bool kPacks>
+void Strided::copy_rows(char* packed, int64_t begin, int64_t rows) const {
+  std::array<int64_t, kMaxDims> all = counts_;
+  all[0] = rows;
+  const int64_t* counts = all.data();
   const int64_t* strides = dims_ == 0 ? &itemsize_ : strides_.data();
   const int dims = std::max(dims_, 1);
   const auto itemsize = static_cast<size_t>(itemsize_);
+  char* const at = first_ + begin * strides[0];
   switch (itemsize) {
-    case 1: move<1, kPacks>(counts, strides, dims, itemsize, first_, packed); break;
-    case 2: move<2, kPacks>(counts, strides, dims, itemsize, first_, packed); break;
-    case 4: move<4, kPacks>(counts, strides, dims, itemsize, first_, packed); break;
-    case 8: move<8, kPacks>(counts, strides, dims, itemsize, first_, packed); break;
-    case 16: move<16, kPacks>(counts, strides, dims, itemsize, first_, packed); break;
-    default: move<0, kPacks>(counts, strides, dims, itemsize, first_, packed);
+    case 1: move<1, kPacks>(counts, strides, dims, itemsize, at, packed); break;
+    case 2: move<2, kPacks>(counts, strides, dims, itemsize, at, packed); break;
+    case 4: move<4, kPacks>(counts, strides, dims, itemsize, at, packed); break;
+    case 8: move<8, kPacks>(counts, strides, dims, itemsize, at, packed); break;
+    case 16: move<16, kPacks>(counts, strides, dims, itemsize, at, packed); break;
+    default: move<0, kPacks>(counts, strides, dims, itemsize, at, packed);
   }
 }
 
-void Strided::pack(char* to) const { copy_all<true>(to); }
+void Strided::pack(char* to, ThreadTeam* team) const { copy_all<true>(to, team); }
 
-void Strided::unpack(char* from) const { copy_all<false>(from); }
+void Strided::unpack(char* from, ThreadTeam* team) const { copy_all<false>(from, team); }
 
 }  // namespace unisono

@@ -7,6 +7,8 @@
 
 namespace unisono {
 
+class ThreadTeam;
+
 // An array of any strides. Dimensions that lie behind one another count as one.
 class Strided {
  public:
@@ -21,14 +23,16 @@ class Strided {
   char* end() const;
   // Whether two elements may share memory.
   bool overlaps_itself() const;
-  // Copy all elements to `to`, in C order.
-  void pack(char* to) const;
+  // Copy all elements to `to`, in C order. A team shares the rows of the outer dimension.
+  void pack(char* to, ThreadTeam* team = nullptr) const;
   // Copy elements in C order from `from` into the array.
-  void unpack(char* from) const;
+  void unpack(char* from, ThreadTeam* team = nullptr) const;
 
  private:
   template <bool kPacks>
-  void copy_all(char* packed) const;
+  void copy_all(char* packed, ThreadTeam* team) const;
+  template <bool kPacks>
+  void copy_rows(char* packed, int64_t begin, int64_t count) const;
 
   char* first_;
   int64_t itemsize_;

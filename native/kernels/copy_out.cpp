@@ -23,13 +23,14 @@ constexpr int kFarCopies = 256;
 }  // namespace
 
 void CopyOut::copy_large(void* to, const void* from, std::size_t nbytes) {
-  if (left_ > 0) {
-    --left_;
-    return (is_far_ ? copy_past_cache : copy_chunked)(to, from, nbytes);
-  }
+  if (!is_measured_next()) return copy_part(to, from, nbytes);
   const int64_t start_ns = now_ns();
   copy_chunked(to, from, nbytes);
   note(nbytes, now_ns() - start_ns);
+}
+
+void CopyOut::copy_part(void* to, const void* from, std::size_t nbytes) const {
+  (is_far_ ? copy_past_cache : copy_chunked)(to, from, nbytes);
 }
 
 void CopyOut::note(std::size_t nbytes, int64_t elapsed_ns) {

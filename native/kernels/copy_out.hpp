@@ -20,6 +20,14 @@ class CopyOut {
       std::memcpy(to, from, nbytes);
     }
   }
+  // Whether the next large copy is measured, in one piece, by copy(). Otherwise several threads may
+  // copy its parts by copy_part().
+  bool is_measured_next() {
+    if (left_ == 0) return true;
+    --left_;
+    return false;
+  }
+  void copy_part(void* to, const void* from, std::size_t nbytes) const;
   // Learn from the duration of a copy by ordinary stores.
   void note(std::size_t nbytes, int64_t elapsed_ns);
   bool is_far() const { return is_far_; }

@@ -76,6 +76,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFns redu
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
   past_cache_ = false;
+  shared_by_ = team_for(std::max(buffers.input_count, buffers.output_count) * itemsize_);
   words.direct = words.fingerprint == 0 ? 0 : direct_bits(program, buffers);
   Status status = run_loops(program, words);
   if (status.code == Code::divided) {

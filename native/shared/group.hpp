@@ -78,6 +78,7 @@ class Group final : public Runner {
   void post(const Step& step);
   Status run_step(const Step& step, int index);
   Status run_sum(const Step* first, const Step* last, int index);
+  void sum_part(const Step* first, const Step* last, int64_t begin, int64_t end) const;
   static bool reads(const Step& step) {
     return !sends(step.op) && step.op != kCopy && step.op != kReduce;
   }
@@ -108,6 +109,9 @@ class Group final : public Runner {
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   const char* operand_of(const Step& step, int64_t done, int64_t* count) const;
   void apply(const Step& step, char* place);
+  void apply_shared(const Step& step, char* place);
+  template <class CopyToSlot>
+  void move(const Step& step, char* place, int64_t begin, int64_t end, CopyToSlot copy_out) const;
 
   // group_direct.cpp: direct reading
   //
@@ -185,11 +189,12 @@ class Group final : public Runner {
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFns reduce_;
-  bool direct_ = false;           // whether posts are addresses
-  bool has_failed_ = false;       // whether a direct read has failed
-  uint32_t slot_at_[2] = {0, 0};  // of the next epoch of each parity; see Segment::slot
-  int64_t posted_bytes_ = 0;      // in this rank's slot of this epoch
-  int64_t read_bytes_ = 0;        // in this epoch
+  ThreadTeam* shared_by_ = nullptr;  // the threads that share the loops of this call
+  bool direct_ = false;              // whether posts are addresses
+  bool has_failed_ = false;          // whether a direct read has failed
+  uint32_t slot_at_[2] = {0, 0};     // of the next epoch of each parity; see Segment::slot
+  int64_t posted_bytes_ = 0;         // in this rank's slot of this epoch
+  int64_t read_bytes_ = 0;           // in this epoch
   bool reuses_posts_ = false;
   CopyOut copy_out_;         // into slots
   int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one

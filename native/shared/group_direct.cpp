@@ -132,11 +132,16 @@ void Group::read_posted(const Step& step, const char* place) {
   std::memcpy(&from, place, sizeof(from));
   int64_t count = step.count * repeats_;
   char* into = address_of(step.dst_buf, step.dst_off, &count);
-  const auto nbytes = static_cast<size_t>(count * itemsize_);
-  const bool is_read = remote_reader_.can_read_all() &&
-                       remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
+  std::atomic<bool> is_read{remote_reader_.can_read_all()};
+  share(shared_by_, static_cast<size_t>(count * itemsize_), 1, [&](size_t begin, size_t end) {
+    if (is_read.load(std::memory_order_relaxed) &&
+        !remote_reader_.read(static_cast<int>(step.peer), into + begin, from + begin,
+                             end - begin)) {
+      is_read.store(false, std::memory_order_relaxed);
+    }
+  });
   // That rank has ended, or the kernel forbids the read. No rank changes its posts before all know.
-  if (!is_read) has_failed_ = true;
+  if (!is_read.load(std::memory_order_relaxed)) has_failed_ = true;
 }
 
 // Wait until all ranks have read this rank's posts. Then check that no rank changed a post while it

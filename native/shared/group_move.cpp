@@ -20,10 +20,19 @@ Status Group::run_sum(const Step* first, const Step* last, int index) {
     if (!status.is_ok()) return status;
     read_bytes_ += step->count * itemsize_;
   }
+  share(shared_by_, static_cast<size_t>(first->count), static_cast<size_t>(itemsize_),
+        [&](size_t begin, size_t end) {
+          sum_part(first, last, static_cast<int64_t>(begin), static_cast<int64_t>(end));
+        });
+  return {};
+}
+
+// Add the elements [begin, end) of the operands.
+void Group::sum_part(const Step* first, const Step* last, int64_t begin, int64_t end) const {
   float sum[kSumBlock];
-  const bool swaps = first->op == kRecvReduce && first->peer < rank_;  // as in apply()
-  for (int64_t done = 0, count = 0; done < first->count; done += count) {
-    count = std::min(first->count - done, kSumBlock);
+  const bool swaps = first->op == kRecvReduce && first->peer < rank_;  // as in move()
+  for (int64_t done = begin, count = 0; done < end; done += count) {
+    count = std::min(end - done, kSumBlock);
     char* into = address_of(first->dst_buf, first->dst_off + done, &count);
     const char* left = into;
     if (joins(*first)) left = address_of(first->src_buf, first->src_off + done, &count);
@@ -38,7 +47,6 @@ Status Group::run_sum(const Step* first, const Step* last, int index) {
     }
     reduce_.wide.end(into, sum, operand_of(*last, done, &count), n);
   }
-  return {};
 }
 
 // The right operand of a reduction, from its element `done` on; see address_of().
@@ -50,9 +58,33 @@ const char* Group::operand_of(const Step& step, int64_t done, int64_t* count) co
 // Copy or reduce a step's elements: into `place`, out of `place`, or between buffers if `place` is
 // nullptr.
 void Group::apply(const Step& step, char* place) {
+  if (shared_by_ != nullptr) return apply_shared(step, place);
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
-  for (int64_t done = 0, count = 0; done < whole; done += count) {
-    count = whole - done;
+  move(step, place, 0, whole,
+       [this](char* into, const char* from, size_t nbytes) { copy_out_.copy(into, from, nbytes); });
+}
+
+// As apply(), by several threads.
+void Group::apply_shared(const Step& step, char* place) {
+  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
+  const bool fills_slot = sends(step.op) && !reuses_posts_;
+  ThreadTeam* const team = fills_slot && copy_out_.is_measured_next() ? nullptr : shared_by_;
+  share(team, static_cast<size_t>(whole), static_cast<size_t>(itemsize_),
+        [&](size_t begin, size_t end) {
+          move(step, place, static_cast<int64_t>(begin), static_cast<int64_t>(end),
+               [&](char* into, const char* from, size_t nbytes) {
+                 if (team == nullptr) return copy_out_.copy(into, from, nbytes);
+                 copy_out_.copy_part(into, from, nbytes);
+               });
+        });
+}
+
+// Copy or reduce the elements [begin, end) of a step.
+template <class CopyToSlot>
+void Group::move(const Step& step, char* place, int64_t begin, int64_t end,
+                 CopyToSlot copy_out) const {
+  for (int64_t done = begin, count = 0; done < end; done += count) {
+    count = end - done;
     char* at = place == nullptr ? nullptr : place + done * itemsize_;
     const char* from = at;
     char* into = at;
@@ -71,7 +103,7 @@ void Group::apply(const Step& step, char* place) {
     } else if (into != from) {  // all_gather in place copies a block onto itself
       const auto nbytes = static_cast<size_t>(count * itemsize_);
       if (sends(step.op) && !reuses_posts_) {
-        copy_out_.copy(into, from, nbytes);
+        copy_out(into, from, nbytes);
       } else {
         (past_cache_ ? copy_past_cache : copy_chunked)(into, from, nbytes);
       }

@@ -58,6 +58,7 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFns redu
   }
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
+  shared_by_ = team_for(std::max(buffers.input_count, buffers.output_count) * itemsize_);
   Status status;
   try {
     gather_lists(program, buffers);
@@ -93,7 +94,7 @@ void Steps::gather_lists(const Program& program, const Buffers& given) {
     into->resize(static_cast<size_t>(total * itemsize_));
     const int64_t part = parts->count * itemsize_;
     for (int64_t i = 0; part != 0 && i < total / parts->count; ++i) {
-      copy_chunked(into->data() + i * part, parts->at[i], static_cast<size_t>(part));
+      copy(into->data() + i * part, parts->at[i], static_cast<size_t>(part));
     }
     parts->at = nullptr;
     return true;
@@ -113,7 +114,7 @@ void Steps::scatter_lists(const Buffers& given) const {
   if (!is_joined || given.output_is_readonly) return;
   const int64_t part = parts.count * itemsize_;
   for (int64_t i = 0; part != 0 && i < given.output_count / parts.count; ++i) {
-    copy_chunked(parts.at[i], joined_output_.data() + i * part, static_cast<size_t>(part));
+    copy(parts.at[i], joined_output_.data() + i * part, static_cast<size_t>(part));
   }
 }
 
@@ -263,9 +264,9 @@ Status Steps::compute(const Step& step) {
   const Status status = wait_for_sends(into, into + bytes(step));
   if (!status.is_ok()) return status;
   if (step.op == kReduce) {
-    reduce_.step(into, into, from, static_cast<size_t>(step.count));
+    reduce(step, into, from, bytes(step));
   } else if (into != from) {
-    copy_chunked(into, from, bytes(step));
+    copy(into, from, bytes(step));
   }
   messages_->programs().try_progress();
   return {};
@@ -301,13 +302,19 @@ Status Steps::receive(const Step& step) {
 
 // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks compute
 // the same expression. Run.execute in core/engines/reference.py shows where that matters.
-void Steps::reduce(const Step& step, char* into, char* staging, size_t nbytes) {
-  const size_t count = nbytes / static_cast<size_t>(itemsize_);
-  if (step.op == kRecvReduce && step.peer < rank_) {
-    reduce_.step(into, staging, into, count);
-  } else {
-    reduce_.step(into, into, staging, count);
-  }
+void Steps::reduce(const Step& step, char* into, const char* staging, size_t nbytes) const {
+  const auto itemsize = static_cast<size_t>(itemsize_);
+  const bool swaps = step.op == kRecvReduce && step.peer < rank_;
+  share(shared_by_, nbytes / itemsize, itemsize, [&](size_t begin, size_t end) {
+    char* const sum = into + begin * itemsize;
+    const char* const other = staging + begin * itemsize;
+    reduce_.step(sum, swaps ? other : sum, swaps ? sum : other, end - begin);
+  });
+}
+
+void Steps::copy(char* into, const char* from, size_t nbytes) const {
+  share(shared_by_, nbytes, 1,
+        [&](size_t begin, size_t end) { copy_chunked(into + begin, from + begin, end - begin); });
 }
 
 void Steps::begin_run(int64_t timeout_ns, Idler* idler) {

@@ -79,7 +79,8 @@ class Steps final : public Runner {
   Status execute();
   Status receive(const Step& step);
   Status compute(const Step& step);
-  void reduce(const Step& step, char* into, char* staging, size_t nbytes);
+  void reduce(const Step& step, char* into, const char* staging, size_t nbytes) const;
+  void copy(char* into, const char* from, size_t nbytes) const;
   static bool stays_within_arrays(const Program& program, int64_t buf, const ArrayList& parts);
   void gather_lists(const Program& program, const Buffers& given);
   void scatter_lists(const Buffers& given) const;
@@ -89,6 +90,7 @@ class Steps final : public Runner {
   // steps_sum.cpp: accumulations in float32
   Status run_sum();
   Status add_operand(size_t at, size_t done, float* sum);
+  void add_elements(size_t at, float* sum, char* into, const char* operand, size_t count) const;
   bool is_in_sum(size_t at) const { return at != 0 && steps_[at - 1].goes_on != 0; }
   size_t end_of_sum(size_t at) const;
   bool takes_turns(size_t first, size_t end) const;
@@ -133,6 +135,7 @@ class Steps final : public Runner {
   Buffers buffers_{};
   int64_t itemsize_ = 1;
   ReduceFns reduce_;
+  ThreadTeam* shared_by_ = nullptr;  // the threads that share the loops of this run
   int64_t deadline_ns_ = 0;
   int64_t late_at_ns_ = 0;
   bool late_called_ = false;

@@ -64,20 +64,33 @@ Status Steps::add_operand(size_t at, size_t done, float* sum) {
     expected_bytes_ -= receiving.nbytes;
     operand = receiving.staging;
   }
-  const bool swaps = step.op == kRecvReduce && step.peer < rank_;  // as in reduce()
-  Status status{};
-  if (!is_in_sum(at)) {
-    reduce_.wide.begin(sum, swaps ? operand : into, swaps ? into : operand, count);
-  } else if (step.goes_on != 0) {
-    reduce_.wide.add(sum, operand, count);
-  } else {
-    status = wait_for_sends(into, into + nbytes);
-    if (status.is_ok()) reduce_.wide.end(into, sum, operand, count);
-  }
+  const bool is_last = is_in_sum(at) && step.goes_on == 0;
+  const Status status = is_last ? wait_for_sends(into, into + nbytes) : Status{};
+  if (status.is_ok()) add_elements(at, sum, into, operand, count);
   if (receiving.op != nullptr) recycle(receiving);
   post_ahead();
   messages_->programs().try_progress();
   return status;
+}
+
+// Add the elements of an operand, of which all and those of the result are there.
+void Steps::add_elements(size_t at, float* sum, char* into, const char* operand,
+                         size_t count) const {
+  const auto itemsize = static_cast<size_t>(itemsize_);
+  const Step& step = steps_[at];
+  const bool swaps = step.op == kRecvReduce && step.peer < rank_;  // as in reduce()
+  share(shared_by_, count, itemsize, [&](size_t begin, size_t end) {
+    char* const here = into + begin * itemsize;
+    const char* const other = operand + begin * itemsize;
+    const size_t n = end - begin;
+    if (!is_in_sum(at)) {
+      reduce_.wide.begin(sum + begin, swaps ? other : here, swaps ? here : other, n);
+    } else if (step.goes_on != 0) {
+      reduce_.wide.add(sum + begin, other, n);
+    } else {
+      reduce_.wide.end(here, sum + begin, other, n);
+    }
+  });
 }
 
 }  // namespace unisono

@@ -71,12 +71,22 @@ class Program:
         self, steps: int, step_count: int, loops: int, loop_count: int, scratch_count: int
     ) -> None: ...
 
+class ThreadTeam:
+    def __init__(self, threads: int) -> None:
+        """Threads, with the caller's, that share loops."""
+
+    def close(self) -> None:
+        """End the threads."""
+
 class Runner:
     def set_late(self, late: Callable[[], None], before_ns: int) -> None:
         """Call `late` once when a call nears its deadline."""
 
     def set_recorder(self, recorder: Recorder) -> None:
         """Record for which ranks its calls wait."""
+
+    def set_team(self, team: ThreadTeam) -> None:
+        """Share the loops of large calls among threads."""
 
     def abort(self) -> None:
         """End every wait."""

@@ -55,6 +55,7 @@ def test_a_question_is_found(text):
 # What C++ alone has: each class with the reason why Python has no class of this name.
 CPP_ALONE = {
     "Segment": "memory that ranks share",
+    "ThreadTeam": "threads that need no interpreter lock",
     "Group": "calls in that memory",
     "SharedAgreement": "an agreement in that memory",
     "Runner": "the base of what runs programs; in Python TaskRun runs one call",

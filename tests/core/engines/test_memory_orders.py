@@ -47,6 +47,7 @@ REACHED, ENDED_IN, SEEN = (
 )
 WINDOW, PART = "windows/part.cpp:", "windows/part.hpp:"
 ENTER, COMPLETE = "mpi/shared_agreement.hpp:enter", "mpi/shared_agreement.hpp:is_complete"
+TEAM = "core/team.cpp:"
 BELL, TABLE = RINGS + "ring_bell", "shared/process_handle.cpp:table"
 ALARM = FUTEX + "change_and_wake word.fetch_add"
 
@@ -124,6 +125,16 @@ MIRRORED = {
     PART + "signals": "signals.load",
     PART + "close": "closed.store",
     PART + "is_closed": "closed.load",
+    TEAM + "run": "done_.store open_.load",
+    TEAM + "begin": "use_.compare_exchange_strong",
+    TEAM + "give_back": "use_.store",
+    TEAM + "do_part": "open_.load open_.compare_exchange_weak",
+    TEAM + "finish_part": "done_.fetch_add caller_sleeps_.load futex_wake_all",
+    TEAM + "wait_for_parts": "done_.load done_.load caller_sleeps_.store done_.load futex_wait"
+    " caller_sleeps_.store",
+    TEAM + "change": "open_.store sleepers_.load futex_wake_all",
+    TEAM + "sleep": "sleepers_.fetch_add open_.load futex_wait sleepers_.fetch_sub open_.load",
+    TEAM + "close": "use_.compare_exchange_strong",
     TABLE: "current.load current.compare_exchange_strong",
 }
 
@@ -889,6 +900,132 @@ def a_record_ends(order: Orders) -> list[Thread]:
             assert (yield Read("ended", RELAXED)) == 9
 
     return [writer, reader]
+
+
+# ---- threads that share loops -----------------------------------------------------------------
+
+# The word `open_` is a pair here: the number of the loop, and its parts that nobody has taken.
+
+
+def take_part(order: Orders) -> Body:
+    """Take a part as `do_part`; return its loop, None if there is no part."""
+    seen = yield Read("open", order(TEAM + "do_part open_.load"))
+    while seen and seen[1]:
+        taken = order(TEAM + "do_part open_.compare_exchange_weak")
+        found = yield Update(
+            "open", lambda now, seen=seen: (seen[0], seen[1] - 1) if now == seen else now, taken
+        )
+        if found == seen:
+            return seen
+        seen = found
+    return None
+
+
+def help_once(order: Orders, done: Callable[[int, int], Body]) -> Body:
+    if (part := (yield from take_part(order))) is not None:
+        yield from done(*part)
+        yield Update("done", more, order(TEAM + "finish_part done_.fetch_add"))
+        if (yield Read("caller sleeps", order(TEAM + "finish_part caller_sleeps_.load"))):
+            yield from wake("done")
+
+
+def do(number: int, left: int) -> Body:
+    """Do a part: read the loop, write a result."""
+    assert (yield Read("loop", PLAIN)) == number
+    yield Write(f"result {number} {left}", number, PLAIN)
+
+
+def wait_for_parts(order: Orders, parts: int) -> Body:
+    place = TEAM + "wait_for_parts "
+    if (yield Read("done", order(place + "done_.load"))) == parts:
+        return
+    if (yield Read("done", order(place + "done_.load#2"))) == parts:
+        return
+    yield Write("caller sleeps", 1, order(place + "caller_sleeps_.store"))
+    while (seen := (yield Read("done", order(place + "done_.load#3")))) != parts:
+        yield from sleep("done", seen)
+    yield Write("caller sleeps", 0, order(place + "caller_sleeps_.store#2"))
+
+
+def share(order: Orders, number: int, parts: int) -> Body:
+    """Share a loop as `run`, with the team taken."""
+    yield Write("loop", number, PLAIN)
+    yield Write("done", 0, order(TEAM + "run done_.store"))
+    yield Write("open", (number, parts), order(TEAM + "change open_.store"))
+    mine = 0
+    while (part := (yield from take_part(order))) is not None:
+        yield from do(*part)
+        mine += 1
+    yield from wait_for_parts(order, parts - mine)
+    for left in range(1, parts + 1):
+        assert (yield Read(f"result {number} {left}", PLAIN)) == number
+
+
+@protocol
+def a_loop_is_shared(order: Orders) -> list[Thread]:
+    """The caller sees all results, whoever did the parts, and sleeps until they are there."""
+
+    def caller() -> Body:
+        yield from share(order, 1, 2)
+
+    def helper() -> Body:
+        yield from help_once(order, do)
+
+    return [caller, helper]
+
+
+@protocol
+def two_loops_are_shared(order: Orders) -> list[Thread]:
+    """A helper that comes late does a part of the second loop with the data of that loop."""
+
+    def caller() -> Body:
+        for number in (1, 2):
+            yield from share(order, number, 1)
+
+    def helper() -> Body:
+        yield from help_once(order, do)
+
+    return [caller, helper]
+
+
+@protocol
+def a_helper_sleeps(order: Orders) -> list[Thread]:
+    """A loop or the end of the team wakes a helper that sleeps."""
+
+    def caller() -> Body:
+        yield Write("loop", 1, PLAIN)
+        yield Write("open", (1, 1), order(TEAM + "change open_.store"))
+        if (yield Read("sleepers", order(TEAM + "change sleepers_.load"))):
+            yield from wake("open")
+
+    def helper() -> Body:
+        while True:
+            if (part := (yield from take_part(order))) is not None:
+                yield from do(*part)
+                return
+            yield Update("sleepers", more, order(TEAM + "sleep sleepers_.fetch_add"))
+            seen = yield Read("open", order(TEAM + "sleep open_.load"))
+            if not seen:
+                yield from sleep("open", seen)
+            yield Update("sleepers", less, order(TEAM + "sleep sleepers_.fetch_sub"))
+
+    return [caller, helper]
+
+
+@protocol
+def two_callers_of_a_team(order: Orders) -> list[Thread]:
+    """The second caller has the team after the first, or works alone; the end comes after both."""
+
+    def caller(take: str) -> Thread:
+        def body() -> Body:
+            if (yield Update("use", lambda use: use or 1, order(take))) == 0:
+                yield Write("loop", 1, PLAIN)
+                yield Write("use", 0, order(TEAM + "give_back use_.store"))
+
+        return body
+
+    begin, close = (f"{TEAM}{name} use_.compare_exchange_strong" for name in ("begin", "close"))
+    return [caller(begin), caller(close)]
 
 
 # ---- beside MPI, and processes ----------------------------------------------------------------

@@ -26,6 +26,9 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_ENGINE": Variable("auto", "auto, native, reference or mpi"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_MOVE": Variable("1", "0: waiting ranks do not move to other cores"),
+    "UNISONO_THREADS": Variable(
+        "auto", "threads of calls above 1 MiB; auto: cores per rank that shares them, at most 8"
+    ),
     "UNISONO_TRANSPORT": Variable(
         "auto", "auto, inproc, tcp, or a name that the program or a package registers"
     ),

@@ -24,6 +24,7 @@ from unisono.core.engines.shared_memory import BUILT_IN, host_id
 from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import memory_kind
 from unisono.core.stores import Store
+from unisono.core.transports.threads import threads_text
 from unisono.errors import InvalidArgumentError, UnisonoError, UnsupportedError
 
 _log = get_logger("engines")
@@ -115,6 +116,8 @@ class EngineInfo(NamedTuple):
         build: Compiler of the extension module; "" without it.
         nccl: State of the backend for GPUs, or the reason why it cannot be used.
         encryption: What protects connections to other hosts, or the reason why nothing does.
+        threads: Number of threads that share the loops of a rank's large calls, or what is wrong
+            with UNISONO_THREADS.
     """
 
     engine: str
@@ -126,12 +129,14 @@ class EngineInfo(NamedTuple):
     build: str
     nccl: str = ""
     encryption: str = ""
+    threads: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
         if self.isa:
             parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
-        parts += [f"{self.cores} cores", f"encryption between hosts: {self.encryption}"]
+        parts += [f"{self.cores} cores", f"threads: {self.threads}"]
+        parts += [f"encryption between hosts: {self.encryption}"]
         if not why_no_nccl():
             parts.append(f"NCCL: {self.nccl}")
         return "; ".join(parts)
@@ -180,6 +185,7 @@ def _info(engine: str, why: str) -> EngineInfo:
         cpp.BUILD,
         why_no_nccl() or f"experimental: run on a single GPU only; IntraNodeComm {_intra_node()}",
         _encryption(),
+        threads_text(),
     )
 
 

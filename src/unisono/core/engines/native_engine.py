@@ -391,6 +391,8 @@ class NativeEngine(QueueEngine):
         # A weak reference to the engine, because the collector sees no cycles through C++.
         here = weakref.ref(self)
         for each in runners:
+            if messages.team is not None:
+                each.set_team(messages.team)
             if comm.trace is not None:
                 each.set_recorder(comm.trace.recorder)
             each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))

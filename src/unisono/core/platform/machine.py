@@ -22,10 +22,17 @@ def usable_cores() -> int:
     return len(allowed_cpus())
 
 
-def allowed_cpus() -> Collection[int]:
-    """Return the numbers of the cores that this process may use; all if nothing can be bound."""
+def allowed_cpus(pid: int = 0) -> Collection[int]:
+    """Return the numbers of the cores that a process may use; all if nothing can be bound.
+
+    Args:
+        pid: The process; 0: this one.
+
+    Raises:
+        OSError: There is no such process.
+    """
     if sys.platform == "linux" and hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
+        return os.sched_getaffinity(pid)
     return range(os.cpu_count() or 1)
 
 

@@ -28,6 +28,7 @@ from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
 from unisono.core.transports.nodes import nodes_of, published
 from unisono.core.transports.registry import make_transport
+from unisono.core.transports.threads import threads_of, wanted_threads
 from unisono.errors import (
     Context,
     RendezvousError,
@@ -87,6 +88,7 @@ def connect(
     """
     addresses: list[str] = []
     try:
+        wanted_threads()
         host, place, kind = host_of(), published(), kind or config.get("UNISONO_TRANSPORT")
         transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
     except Exception as error:
@@ -126,9 +128,7 @@ def connect(
         transport.words, transport.trips_us = tuple(words), trips_us
         transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
-            near = [other == host for other in hosts]
-            far = far_apart(world_size, transport.round_trip_us)
-            messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
+            _introduce(messages, hosts, endpoints, transport)
         transport.watch_neighbours()
         if rank == 0:
             transport._show(store, addresses)
@@ -136,6 +136,18 @@ def connect(
         transport.close()
         raise
     return transport
+
+
+def _introduce(
+    messages: NativeMessages, hosts: Sequence[str], endpoints: Sequence[str], transport: Transport
+) -> None:
+    """Tell C++ how to reach the other ranks, and how many threads a large call may have."""
+    rank, size = transport.rank, transport.world_size
+    near = [other == hosts[rank] for other in hosts]
+    far = far_apart(size, transport.round_trip_us)
+    messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
+    pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
+    messages.make_team(threads_of(rank, hosts, pids))
 
 
 def _publish(

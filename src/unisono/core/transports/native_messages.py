@@ -154,6 +154,12 @@ class NativeMessages(AnyMessages):
         self.addresses = addresses
         self.native.introduce(addresses, crowded, far)
 
+    def make_team(self, threads: int) -> None:
+        """Have so many threads share the loops of large calls; called before the first call."""
+        if threads > 1:
+            _log.info("%d threads share the loops of calls above 1 MiB", threads)
+            self.team = _engine.ThreadTeam(threads)
+
     def _warn_of_channels(self, channels: Sequence[int]) -> None:
         others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
         if others:
@@ -330,6 +336,8 @@ class NativeMessages(AnyMessages):
             assert self._links.wires is not None
             self._links.wires.read_to_end(socket.socket(fileno=fd))
         self._server.join()
+        if self.team is not None:
+            self.team.close()
 
     def before_fork(self) -> None:
         self.native.hold()

@@ -184,6 +184,7 @@ class AnyMessages(Protocol):
     Attributes:
         native: The object in C++, if there is one.
         addresses: How C++ reaches the ranks, by rank; empty without C++.
+        team: The threads in C++ that share the loops of large calls; None: only the caller's.
         matching: Held while a message is matched. A thread that claims a receive takes it before
             its own locks: a signal handler may cancel, and take those, inside a matching.
     """
@@ -193,6 +194,7 @@ class AnyMessages(Protocol):
     matching: AbstractContextManager[object] = nullcontext()
 
     addresses: Sequence[Address] = ()
+    team: Any = None
 
     def send(self, transfer: Transfer) -> None:
         """Start sending."""
