@@ -32,7 +32,7 @@ class Strided {
   template <bool kPacks>
   void copy_all(char* packed, ThreadTeam* team) const;
   template <bool kPacks>
-  void copy_rows(char* packed, int64_t begin, int64_t count) const;
+  void copy_rows(char* packed, int64_t begin, int64_t rows) const;
 
   char* first_;
   int64_t itemsize_;
