@@ -18,7 +18,6 @@ from unisono.beyond.windows.memory import shared_part
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.groups.world import require_group
-from unisono.core.platform.machine import usable_cores
 from unisono.core.stores import PrefixStore, Store
 from unisono.core.stores.api import INT64_MAX, INT64_MIN, check_integer
 from unisono.errors import (
@@ -47,9 +46,8 @@ class _Cells:
     Every change is an atomic exchange, so that it publishes what the rank has written before.
     """
 
-    def __init__(self, me: int, size: int, part: Any) -> None:
-        self.me, self.size, self.part = me, size, part
-        self.is_crowded = size > usable_cores()
+    def __init__(self, me: int, size: int, part: Any, is_crowded: bool) -> None:
+        self.me, self.size, self.part, self.is_crowded = me, size, part, is_crowded
 
     def read(self, at: int, count: int = 1) -> list[int]:
         found = np.empty(count, np.int64)
@@ -89,7 +87,9 @@ class _Named:
             pg.agree(f"{kind}({settings})")
             pg.counts[kind] += 1  # not before: after a mismatch the ranks would count differently
             if (part := shared_part(pg, kind, cells)) is not None:
-                self._cells = _Cells(pg.rank(), pg.size(), part)
+                cpu: Any = pg.backends["cpu"]
+                crowded = cpu.comm.transport.is_crowded
+                self._cells = _Cells(pg.rank(), pg.size(), part, crowded)
 
     def _check_open(self) -> Any:
         """Return the first backend of the group."""

@@ -10,6 +10,7 @@ import pytest
 
 import unisono as dist
 from tests.support.forks import forked
+from tests.support.launches import Launches
 from tests.support.oracle import REDUCE_OPS, check, np_dtype, reduce_op, reduced, values
 from tests.support.together import on_threads
 from unisono.core.transports import threads
@@ -238,6 +239,33 @@ def test_auto_knows_which_ranks_are_bound_elsewhere(machine):
     assert threads.threads_of(0, [HERE] * 3, [10, 11, 12]) == 2  # 12 is unknown
     machine({0: range(4), 11: range(4, 8)}, quota=4.5)
     assert threads.threads_of(0, [HERE] * 2, [10, 11]) == 2
+
+
+def test_ranks_that_are_bound_apart_are_no_crowd(machine):
+    machine({0: range(1), 11: range(1, 2), 12: range(1)})
+    here = [HERE] * 3
+    assert [threads.sharers_of(0, here[:count], [10, 11, 12]) for count in (1, 2, 3)] == [1, 1, 2]
+    machine({0: range(2), 11: range(2), 12: range(2)})
+    assert [threads.sharers_of(0, here[:count], [10, 11, 12]) for count in (1, 2, 3)] == [1, 2, 3]
+
+
+CROWDED = """
+import unisono as dist
+dist.init_process_group()
+print("crowded", dist.group.WORLD.backends["cpu"].comm.transport.is_crowded)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs exactly two cores")
+@pytest.mark.parametrize(
+    ("ranks", "bind", "crowded"), [(2, "core", False), (2, "none", False), (4, "none", True)]
+)
+def test_a_rank_knows_whether_it_shares_its_core(tmp_path, ranks, bind, crowded):
+    launches = Launches(tmp_path)
+    code, out, err = launches.run("-n", ranks, "--bind", bind, script=CROWDED)
+    launches.close()
+    assert (code, out.count(f"crowded {crowded}\n")) == (0, ranks), err
 
 
 def test_values_of_the_variable(machine, monkeypatch):

@@ -34,7 +34,6 @@ from unisono.core.engines.errors import LATE_S, DeadlinePassed, status_of_code
 from unisono.core.engines.native_queue import QueueEngine
 from unisono.core.engines.reference import TaskRun
 from unisono.core.engines.shared_memory import share_memory
-from unisono.core.platform.machine import usable_cores
 from unisono.core.transports.control import Question
 from unisono.core.transports.messages import Failure, Purpose
 from unisono.errors import UnsupportedError
@@ -250,7 +249,7 @@ class MPIEngine(QueueEngine):
             self._raise_error(task, error)
         self._mpi_comm = made[0]
         self._maker = CallMaker(handle(made[0]), comm.rank, comm.size)
-        crowded = comm.transport.hosts.count(hosts[comm.rank]) > usable_cores()
+        crowded = comm.transport.is_crowded
         beside = shared and _engine.SharedAgreement(shared[0], comm.rank, self._maker.probe())
         agreement = self._maker.agreement()
         self._native_group = _engine.MPIGroup(address("MPI_Test"), agreement, crowded, beside)

@@ -19,7 +19,6 @@ from unisono.core.base.types import DType, dtype_of_numpy
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.engines import Communicator
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import has_memory_files
 from unisono.core.recorder import number_of_kind
 
@@ -114,7 +113,7 @@ def share(
         del parts[rank], data[rank]
         apart[rank] = _ONE_WAY
     shapes = [row[1] for row in rows]
-    return WindowMemory(parts, data, shapes, dtype, len(parts) > usable_cores(), apart)
+    return WindowMemory(parts, data, shapes, dtype, comm.transport.is_crowded, apart)
 
 
 def shared_part(pg: ProcessGroup, op: str, count: int) -> Any:

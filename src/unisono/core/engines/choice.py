@@ -84,9 +84,8 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(hosts):
-        neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", _info("native", "it is built"))
-        return NativeEngine(comm, crowded=neighbours > usable_cores())
+        return NativeEngine(comm, crowded=comm.transport.is_crowded)
     if why_absent:
         why = why_absent
     elif not comm.transport.allows_cpp:

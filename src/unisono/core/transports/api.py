@@ -117,6 +117,7 @@ class Transport(Carrier):
         calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         nodes: The number of each rank's node on its host, see `nodes_of`; empty if it is unknown.
+        is_crowded: Whether more ranks may run on the cores of this rank than it has cores.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++. None: C++ reaches ranks of this host only.
         round_trip_us: Between hosts, equal on all ranks; a `round_trip_class`, 0 on one host.
@@ -129,6 +130,7 @@ class Transport(Carrier):
     world_number = 1
     words = tuple[str, ...]()
     nodes = tuple[int, ...]()
+    is_crowded = False
     round_trip_us = 0
     trips_us = tuple[int | None, ...]()
 

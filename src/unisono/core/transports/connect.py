@@ -28,7 +28,7 @@ from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
 from unisono.core.transports.nodes import nodes_of, published
 from unisono.core.transports.registry import make_transport
-from unisono.core.transports.threads import threads_of, wanted_threads
+from unisono.core.transports.threads import sharers_of, threads_of, wanted_threads
 from unisono.errors import (
     Context,
     RendezvousError,
@@ -145,8 +145,9 @@ def _introduce(
     rank, size = transport.rank, transport.world_size
     near = [other == hosts[rank] for other in hosts]
     far = far_apart(size, transport.round_trip_us)
-    messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
     pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
+    transport.is_crowded = sharers_of(rank, hosts, pids) > usable_cores()
+    messages.introduce(endpoints, near, crowded=transport.is_crowded, far=far)
     messages.make_team(threads_of(rank, hosts, pids))
 
 

@@ -40,16 +40,26 @@ def threads_of(rank: int, hosts: Sequence[str], pids: Sequence[int]) -> int:
     """
     if (wanted := wanted_threads()) is not None:
         return wanted
+    cores, sharers = len(by_core(sorted(allowed_cpus()))), sharers_of(rank, hosts, pids)
+    share = min(cores // sharers, cpu_quota() // len(_near(rank, hosts)))
+    return int(min(max(share, 1), _MOST_BY_ITSELF))
+
+
+def sharers_of(rank: int, hosts: Sequence[str], pids: Sequence[int]) -> int:
+    """Return how many ranks may run on the cores of a rank, with itself; see `threads_of`."""
     mine = set(allowed_cpus())
-    machine, container = _machine(hosts[rank])
-    near = [other for other, host in enumerate(hosts) if _machine(host)[0] == machine]
     sharers = 0
-    for other in near:
-        is_known = _machine(hosts[other])[1] == container
+    for other in _near(rank, hosts):
+        is_known = _machine(hosts[other])[1] == _machine(hosts[rank])[1]
         cpus = _cpus(pids[other]) if is_known and other != rank else mine
         sharers += not mine.isdisjoint(cpus or mine)
-    share = min(len(by_core(sorted(mine))) // sharers, cpu_quota() // len(near))
-    return int(min(max(share, 1), _MOST_BY_ITSELF))
+    return sharers
+
+
+def _near(rank: int, hosts: Sequence[str]) -> list[int]:
+    """Return the ranks on the machine of a rank."""
+    machine = _machine(hosts[rank])[0]
+    return [other for other, host in enumerate(hosts) if _machine(host)[0] == machine]
 
 
 def threads_text() -> str:
