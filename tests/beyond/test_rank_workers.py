@@ -181,10 +181,11 @@ UNFINISHED = """
 import time
 from unisono.futures import MPIPoolExecutor
 
-executor = MPIPoolExecutor()
-future = executor.submit(time.sleep, 0.3)
-future.add_done_callback(lambda future: print(future.result()))
-CALL
+if __name__ == "__main__":
+    executor = MPIPoolExecutor()
+    future = executor.submit(time.sleep, 0.3)
+    future.add_done_callback(lambda future: print(future.result()))
+    CALL
 """
 
 

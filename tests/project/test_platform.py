@@ -85,6 +85,7 @@ CPP = {
     "SYS_futex": {"core/futex.hpp"},
     "prctl": {"core/queue.cpp"},
     "sched_getcpu": {"core/cores.hpp"},
+    "SYS_mbind": {"shared/numa.cpp"},
     "memfd_create": {"shared/segment.cpp", "messages/ring.cpp"},
     "pidfd_open": {"shared/process_handle.cpp"},
     "process_vm_readv": {"shared/remote_read.cpp"},

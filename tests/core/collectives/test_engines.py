@@ -74,7 +74,7 @@ def meet(rank, path, settings):
     mine = settings[rank]
     if mine == "no descriptors":
         # Here, because a process cannot receive such an object.
-        inbox = SimpleNamespace(create=lambda nonce: -errno.EMFILE)
+        inbox = SimpleNamespace(create=lambda nonce, node: -errno.EMFILE)
         mine = {"messages": SimpleNamespace(Messages=lambda rank, size: inbox)}
     os.environ.update({name: text for name, text in mine.items() if name.isupper()})
     seam._extension = mine.get("extension", seam._extension)

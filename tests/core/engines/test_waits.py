@@ -29,7 +29,7 @@ def pair():
     """The messages of two ranks, both in this process."""
     nonces = [os.urandom(16) for _ in range(2)]
     both = [extension.Messages(rank, 2) for rank in range(2)]
-    fds = [messages.create(nonce) for messages, nonce in zip(both, nonces, strict=True)]
+    fds = [messages.create(nonce, -1) for messages, nonce in zip(both, nonces, strict=True)]
     known = [(os.getpid(), fd, nonce, 0) for fd, nonce in zip(fds, nonces, strict=True)]
     for messages in both:
         messages.introduce(known, False, False)

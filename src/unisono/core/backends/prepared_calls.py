@@ -244,8 +244,9 @@ class PreparedCalls:
         whole = nbytes * (size if collective in _BLOCKS else 1)
         if blocks is not None:
             count, whole = 0, sum(blocks) * itemsize
+        halves = op is not None and not wish and dtype.name in ("float16", "bfloat16")
         algorithm, pipeline = select(
-            collective, whole, self._topology_for(dtype, op, wish), wish, self._override,
+            collective, whole, self._undivided if halves else self._topology, wish, self._override,
             uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
         what = None
@@ -274,21 +275,16 @@ class PreparedCalls:
                 collective, dtype.name, count, root, op, algorithm, own, pipeline, ordered,
                 blocks, same, *agreed,
             )  # fmt: skip
-            call = Call.of(called, text, agreed, nbytes)
             exchange = None
         else:
             exchange, program = self._exchange(spec, splits, algorithm, own, itemsize, what, wish)
             agreed = (collective, dtype.name, wish, wish and own, root, *agreed)
-            call = Call.of(called, text, agreed, nbytes)
+        call = Call.of(called, text, agreed, nbytes)
         prepared = Prepared(
             call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
         )
         prepared.members = size if members is None else members
         return prepared
-
-    def _topology_for(self, dtype: DType, op: ReduceOp | None, wish: str | None) -> Topology:
-        halves = op is not None and dtype.name in ("float16", "bfloat16")
-        return self._undivided if halves and not wish else self._topology
 
     def _lower(
         self,
