@@ -176,7 +176,7 @@ def bench_table(rows: list[Document]) -> str:
 def times_table(rows: list[Document]) -> str:
     """Return the times of all_reduce over sizes."""
     found = [row for row in rows if row["op"] == "all_reduce"]
-    libraries = [name for name in ("unisono", *COLUMNS) if name in found[0]["results"]]
+    libraries = [name for name in ("unisono", *COLUMNS) if found[0]["results"].get(name)]
     lines = []
     for row in found:
         # Sizes 32 times apart: a row for every size would make the table long.
