@@ -260,7 +260,7 @@ def test_an_offer_is_taken_back_from_a_rank_that_has_given_up():
     # Rank 1 gives up after rank 0 has chosen it, and before rank 0 has set the turn.
     memory = np.zeros(5, np.int64)
     part = WindowPart(np.zeros((3, 64), np.uint8), memory, dtype_of_numpy(memory.dtype))
-    turns = [counters._MemoryTurn(counters._Cells(me, 3, part)) for me in range(3)]
+    turns = [counters._MemoryTurn(counters._Cells(me, 3, part, True)) for me in range(3)]
     for turn in turns:
         turn.ask()
     assert turns[0].wait(0)
@@ -312,7 +312,7 @@ def test_an_interrupt_anywhere_in_a_release_loses_no_turn(rank, name, after, giv
             memory = np.zeros(5, np.int64)
             part = WindowPart(np.zeros((3, 64), np.uint8), memory, dtype_of_numpy(memory.dtype))
             cut = _Cut(part, -1, after)
-            cells = [counters._Cells(me, 3, part if me else cut) for me in range(3)]
+            cells = [counters._Cells(me, 3, part if me else cut, True) for me in range(3)]
             turns = [counters._MemoryTurn(each) for each in cells]
         else:
             store = dist.HashStore()

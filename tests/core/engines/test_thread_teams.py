@@ -152,6 +152,7 @@ def test_threads_begin_with_the_first_large_call_and_end_with_the_world(monkeypa
         dist.barrier()
         if rank == 0:
             assert wait_until(lambda: helpers() == 4)  # a thread names itself
+        dist.barrier()  # a rank that ends takes its threads along
 
     run(body, 2, engine="native")
     assert helpers() == 0
