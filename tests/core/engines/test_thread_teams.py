@@ -214,33 +214,38 @@ def machine(monkeypatch):
     return make
 
 
+def threads_on(hosts, pids):
+    """Return the threads of rank 0."""
+    return threads.threads_of(0, hosts, threads.sharers_of(0, hosts, pids))
+
+
 HERE, ELSEWHERE = "9/boot/pids", "9/other/pids"
 
 
 def test_auto_divides_the_cores_among_the_ranks_that_share_them(machine):
     machine({0: range(12), 11: range(12), 12: range(12)})
-    assert threads.threads_of(0, [HERE] * 3, [10, 11, 12]) == 4
-    assert threads.threads_of(0, [HERE, ELSEWHERE, ELSEWHERE], [10, 11, 12]) == 8
+    assert threads_on([HERE] * 3, [10, 11, 12]) == 4
+    assert threads_on([HERE, ELSEWHERE, ELSEWHERE], [10, 11, 12]) == 8
     # Ranks that may not share memory, and of other containers, use the cores of the machine, too.
     others = [HERE, f"{HERE}/alone", "9/boot/container"]
-    assert threads.threads_of(0, others, [10, 11, 99]) == 4
+    assert threads_on(others, [10, 11, 99]) == 4
     machine({0: range(12), 11: range(12), 12: range(12)}, siblings=2)
-    assert threads.threads_of(0, [HERE] * 3, [10, 11, 12]) == 2
+    assert threads_on([HERE] * 3, [10, 11, 12]) == 2
 
 
 def test_auto_is_one_thread_where_ranks_fill_the_cores(machine):
     machine({0: range(2), 11: range(2)})
-    assert threads.threads_of(0, [HERE] * 2, [10, 11]) == 1
+    assert threads_on([HERE] * 2, [10, 11]) == 1
     machine({0: range(1), 11: range(1)})
-    assert threads.threads_of(0, [HERE] * 2, [10, 11]) == 1
+    assert threads_on([HERE] * 2, [10, 11]) == 1
 
 
 def test_auto_knows_which_ranks_are_bound_elsewhere(machine):
     machine({0: range(4), 11: range(4, 8)})
-    assert threads.threads_of(0, [HERE] * 2, [10, 11]) == 4
-    assert threads.threads_of(0, [HERE] * 3, [10, 11, 12]) == 2  # 12 is unknown
+    assert threads_on([HERE] * 2, [10, 11]) == 4
+    assert threads_on([HERE] * 3, [10, 11, 12]) == 2  # 12 is unknown
     machine({0: range(4), 11: range(4, 8)}, quota=4.5)
-    assert threads.threads_of(0, [HERE] * 2, [10, 11]) == 2
+    assert threads_on([HERE] * 2, [10, 11]) == 2
 
 
 def test_ranks_that_are_bound_apart_are_no_crowd(machine):
@@ -275,7 +280,7 @@ def test_values_of_the_variable(machine, monkeypatch):
     assert threads.threads_text() == "auto, at most 8"
     assert "threads: auto, at most 8" in str(dist.engine_info())
     monkeypatch.setenv("UNISONO_THREADS", "12")
-    assert threads.threads_of(0, [HERE] * 20, [0] * 20) == 12
+    assert threads_on([HERE] * 20, [0] * 20) == 12
     assert dist.engine_info().threads == "12"
 
 

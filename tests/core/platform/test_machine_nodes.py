@@ -81,7 +81,6 @@ def test_the_node_of_memory_matters_if_there_are_several(tmp_path, monkeypatch):
     for at, (shape, expected) in enumerate(shapes):
         system = tree(tmp_path / str(at), shape, [])
         monkeypatch.setattr(nodes, "numa_nodes", lambda system=system: numa_nodes(system))
-        monkeypatch.setattr(nodes, "numa_node", lambda cpus, system=system: numa_node(cpus, system))
         assert memory_node() == expected
 
 

@@ -35,10 +35,9 @@ def memory_node() -> int:
 
     It is -1 if the machine has one node, or if the process may run on several.
     """
-    if len(numa_nodes()) < 2:
-        return -1
-    found = numa_node(allowed_cpus())
-    return -1 if found is None else found
+    mine, nodes = {*allowed_cpus()}, numa_nodes()
+    found = (node for node, cpus in nodes.items() if mine <= {*cpus})
+    return next(found, -1) if len(nodes) > 1 else -1
 
 
 def shared_cache(cpus: Collection[int], system: str = SYSTEM) -> int | None:

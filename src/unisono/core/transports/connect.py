@@ -146,9 +146,10 @@ def _introduce(
     near = [other == hosts[rank] for other in hosts]
     far = far_apart(size, transport.round_trip_us)
     pids = [int(endpoint.partition(":")[0]) for endpoint in endpoints]
-    transport.is_crowded = sharers_of(rank, hosts, pids) > usable_cores()
+    sharers = sharers_of(rank, hosts, pids)
+    transport.is_crowded = sharers > usable_cores()
     messages.introduce(endpoints, near, crowded=transport.is_crowded, far=far)
-    messages.make_team(threads_of(rank, hosts, pids))
+    messages.make_team(threads_of(rank, hosts, sharers))
 
 
 def _publish(

@@ -30,23 +30,29 @@ def wanted_threads() -> int | None:
     return int(text)
 
 
-def threads_of(rank: int, hosts: Sequence[str], pids: Sequence[int]) -> int:
+def threads_of(rank: int, hosts: Sequence[str], sharers: int) -> int:
     """Return the number of threads of a rank, with its own; 1 if ranks fill the cores.
+
+    Args:
+        rank: The rank that asks.
+        hosts: The `host_id` of each rank.
+        sharers: What `sharers_of` returned.
+    """
+    if (wanted := wanted_threads()) is not None:
+        return wanted
+    cores = len(by_core(sorted(allowed_cpus())))
+    share = min(cores // sharers, cpu_quota() // len(_near(rank, hosts)))
+    return int(min(max(share, 1), _MOST_BY_ITSELF))
+
+
+def sharers_of(rank: int, hosts: Sequence[str], pids: Sequence[int]) -> int:
+    """Return how many ranks may run on the cores of a rank, with itself.
 
     Args:
         rank: The rank that asks.
         hosts: The `host_id` of each rank.
         pids: The process id of each rank, in its own container.
     """
-    if (wanted := wanted_threads()) is not None:
-        return wanted
-    cores, sharers = len(by_core(sorted(allowed_cpus()))), sharers_of(rank, hosts, pids)
-    share = min(cores // sharers, cpu_quota() // len(_near(rank, hosts)))
-    return int(min(max(share, 1), _MOST_BY_ITSELF))
-
-
-def sharers_of(rank: int, hosts: Sequence[str], pids: Sequence[int]) -> int:
-    """Return how many ranks may run on the cores of a rank, with itself; see `threads_of`."""
     mine = set(allowed_cpus())
     sharers = 0
     for other in _near(rank, hosts):
@@ -68,7 +74,7 @@ def threads_text() -> str:
         wanted = wanted_threads()
     except InvalidArgumentError as error:
         return error.what
-    return f"auto, at most {threads_of(0, [''], [0])}" if wanted is None else str(wanted)
+    return f"auto, at most {threads_of(0, [''], 1)}" if wanted is None else str(wanted)
 
 
 def _machine(host: str) -> tuple[str, str]:
